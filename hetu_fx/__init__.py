@@ -7,6 +7,7 @@ Names are imported when first used, so that tools which need no torch start fast
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hetu_fx.base.frameworks import offer
 from hetu_fx.base.imports import import_with_library
 from hetu_fx.base.memory import without_collections
+from hetu_fx.base.patches import PLAN_VARIABLE
 from hetu_fx.base.tested import warn_of_newer
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from hetu_fx.checkpoint.staging import PartsStager as PartsStager
     from hetu_fx.cluster.cluster import Cluster as Cluster
     from hetu_fx.comm_ops.wire.objects.messages import broadcast_object as broadcast_object
+    from hetu_fx.copies import is_parallel as is_parallel
     from hetu_fx.deduction.rules.registry import register_rule as register_rule
     from hetu_fx.errors import HetuFxError as HetuFxError
     from hetu_fx.graph.leaves.mark import leaf as leaf
@@ -77,6 +80,7 @@ _HOMES = {
     "auto_parallelize": "hetu_fx.api",
     "broadcast_object": "hetu_fx.comm_ops.wire.objects.messages",
     "full_tensor": "hetu_fx.switching.home.ops",
+    "is_parallel": "hetu_fx.copies",
     "leaf": "hetu_fx.graph.leaves.mark",
     "measure": "hetu_fx.planner.api",
     "nested_batch": "hetu_fx.batches.sampler",
@@ -119,3 +123,7 @@ def _imported(module: str) -> ModuleType:
 
 def __dir__() -> list[str]:
     return [*__all__, *globals()]
+
+
+if os.environ.get(PLAN_VARIABLE):  # it imports names from here
+    import_with_library("accelerate.accelerator", "hetu_fx.integrations.accelerate")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hetu_fx.base.frameworks import frameworks
+from hetu_fx.base.patches import PLAN_VARIABLE
 from hetu_fx.check.checker import Checker
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.copies import Parallelize, RestoreOriginal, as_it_was, attach_copying, attach_later
@@ -68,7 +69,8 @@ def auto_parallelize(
             model becomes parallel; until then it has no `model.hetu`.
         plan: "auto", a Plan, several plans (variants; the one that fits a batch's longest sequence and is predicted
             fastest runs it), the path of a plan file, or one of "data", "tensor", "pipeline": all ranks as equal
-            replicas, as one tensor parallel group, or as the stages of one pipeline.
+            replicas, as one tensor parallel group, or as the stages of one pipeline. HETU_FX_PLAN in the environment
+            is a path, or such a word, in the place of "auto".
         cluster: what the devices are; None measures them now.
         optimizer: an optimizer made before this call; its parameters stay the same objects, and state that it has
             already is cut to this process's part, and moves with the parameters (`model.hetu.switch_home`).
@@ -130,7 +132,7 @@ def auto_parallelize(
     preparation = Preparation(
         model,
         () if batch is None else batch,
-        plan,
+        os.environ.get(PLAN_VARIABLE) or plan if plan == "auto" else plan,
         cluster,
         optimizer,
         loss_fn,

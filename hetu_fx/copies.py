@@ -123,6 +123,11 @@ def attach_later(made: nn.Module, parallelize: Parallelize, *, is_first: bool = 
     _waiting[made] = plain
 
 
+def is_parallel(model: object) -> bool:
+    """Tell whether a model is parallel, or becomes so at its first call."""
+    return hasattr(model, "hetu") or model in _waiting
+
+
 def as_it_was(model: nn.Module) -> None:
     """Take off a model what would make it parallel at its first call; nothing from any other."""
     plain = _waiting.pop(model, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from hetu_fx.program.loss_type import LossType
 from hetu_fx.program.observed import Observation, Observer
 from hetu_fx.program.program import Program
 from hetu_fx.report.run_log import RunLog, Sink, gathered_ops
-from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_writer
+from hetu_fx.report.sinks import CallSink, JsonLines, LogEntry, ProgressSink, check_event
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.rehome import Home, Optimizers, Rehoming
 from hetu_fx.switching.graph_execution import GraphExecution
@@ -362,29 +362,49 @@ class Handle:
         """
         self._runtime.listen_to_communication(listener)
 
-    def log(
-        self, path: str | Path | None = None, *, progress: bool = False, tensorboard: str | Path | None = None
-    ) -> RunLog:
+    def on(self, event: str, function: Callable[[LogEntry], object]) -> RunLog:
+        """Call `function` with what happens from now on, on this rank; returns what stops it by `close()`.
+
+            told = model.hetu.on("step", lambda step: wandb.log(step.numbers, step=step["step"]))
+
+        A step is told when the next batch begins, as only then it is known how long it took, and the last one when this
+        is closed; a `with` block closes it. Each rank that calls this calls its function; nothing is sent for it, so
+        ranks may differ. All of a step but its `seconds`, and what follows from them, is equal on all ranks.
+
+        Args:
+            event: "step", "switch", "plan", "lost", or another of `hetu_fx.report.sinks.EVENTS`. "lost" comes before
+                a call of the model raises its `CommError`, or when a `with` block is left by one.
+            function: gets the entry, a mapping with `numbers` for trackers. An Exception of it is warned of, once.
+
+        Raises:
+            StateError: there is no such event.
+        """
+        check_event(event)
+        return self._listening([CallSink(event, function)])
+
+    def log(self, path: str | Path | None = None, *, progress: bool = False) -> RunLog:
         """Log from now on what runs, how long it takes beside what was predicted, and what changes.
 
         Returns the log, a context manager; it tells of the last step when it is closed. Only process 0 writes. The
-        others may call this or not; of those that do it tells their memory too.
+        others may call this or not; of those that do it tells their memory too, and what they did in one step of each
+        variant.
 
         Args:
             path: of a file of JSON lines (`hetu_fx.report.run_log` lists them); `hetu-fx log` and
                 `hetu-fx report` read it.
             progress: say on stderr what happens.
-            tensorboard: a folder for TensorBoard's scalars.
 
         Raises:
-            EnvironmentProblem: the file cannot be written, or TensorBoard is not there.
+            EnvironmentProblem: the file cannot be written.
         """
         sinks: list[Sink] = []
         if self._runtime.table.rank == 0:
             sinks += [JsonLines(path)] if path is not None else []
             sinks += [ProgressSink()] if progress else []
-            sinks += [Scalars(tensorboard_writer(tensorboard))] if tensorboard is not None else []
-        log = RunLog(self._runtime, self._adaptation, sinks)
+        return self._listening(sinks, traces=path is not None)
+
+    def _listening(self, sinks: Sequence[Sink], *, traces: bool = False) -> RunLog:
+        log = RunLog(self._runtime, self._adaptation, sinks, traces=traces)
         self._runtime.watch(log)
         return log
 

@@ -144,7 +144,7 @@ def _prepared(
     with using(table):
         rows_of_all = _agreed_rows(table, example, shared=wanted.settings.shared)
         seed = _agreed_seed(wanted, table)
-        costs = broadcast_from_rank0(table, lambda: _costs(wanted, program, rows_of_all))
+        costs, length = broadcast_from_rank0(table, lambda: _costs(wanted, program, rows_of_all))
         table.topology = cluster
         if cluster is not None and set(cluster.ranks) == set(range(table.size)):
             table.set_links(cluster.ways, cluster.nodes)
@@ -163,7 +163,9 @@ def _prepared(
     runtime = make_runtime(wanted.model, wanted.optimizer, table, execution, priced, layouts, settings, arrive)
     health = settings.options.health
     calibrates = wanted.cluster is None
-    adaptation = Adaptation(runtime, costs, cluster, planner, health=health, calibrates=calibrates, tried=tried)
+    adaptation = Adaptation(
+        runtime, costs, cluster, planner, health=health, calibrates=calibrates, tried=tried, length=length
+    )
     if wanted.plan == "auto":
         adaptation.plans[Conditions()] = priced[0]
     if cluster is not None:
@@ -491,9 +493,13 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, ranks: int) -> Non
         )
 
 
-def _costs(wanted: Preparation, program: CapturedProgram | ModuleProgram, rows: int) -> ProgramCosts:
+def _costs(
+    wanted: Preparation, program: CapturedProgram | ModuleProgram, rows: int
+) -> tuple[ProgramCosts, int | None]:
+    """Return what a step costs, and the length of the rows that it was counted for (None: it was not)."""
     costs = program.costs(rows, memory=wanted.plan == "auto" or wanted.cluster is not None)
-    return replace(costs, state=_state(wanted))
+    length = program.length if isinstance(program, CapturedProgram) else None
+    return replace(costs, state=_state(wanted)), length
 
 
 def _state(wanted: Preparation) -> ParameterState:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from hetu_fx import Framework, Launcher, register_framework
-from hetu_fx.base.patches import Patch, register_patch
+from hetu_fx import Framework, Launcher, is_parallel, register_framework
+from hetu_fx.base.patches import PLAN_VARIABLE, Patch, install_patches, register_patch
 from hetu_fx.errors import EnvironmentProblem, StateError
 from hetu_fx.integrations.patching import patch_what_is_loaded
 
@@ -74,7 +74,7 @@ def _with_precision(prepare_model: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(prepare_model)
     def with_precision(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = prepare_model(self, model, *args, **kwargs)
-        if hasattr(model, "hetu"):
+        if is_parallel(model):
             check_processes(self.num_processes)
             check_plugins(self.state)
             patch_what_is_loaded()
@@ -94,13 +94,17 @@ def ask_for_precision(accelerator: Any, model: nn.Module) -> None:
         StateError: the model is not parallel yet, or mixed precision is fp8, whose layers are others than those that
             were captured.
     """
-    from accelerate.utils import convert_outputs_to_fp32, get_mixed_precision_context_manager
-
     if not hasattr(model, "hetu"):
         raise StateError(
             "accelerate prepares this model before its first call, which would make it parallel\nhint: give "
             "hetu_fx.auto_parallelize an example batch, hetu_fx.auto_parallelize(model, batch)"
         )
+    _run_in_precision(accelerator, model)
+
+
+def _run_in_precision(accelerator: Any, model: nn.Module) -> None:
+    from accelerate.utils import convert_outputs_to_fp32, get_mixed_precision_context_manager
+
     if accelerator.mixed_precision == "fp8":
         raise StateError(
             "Accelerator(mixed_precision='fp8') puts other layers in the model, after hetu_fx.auto_parallelize has "
@@ -115,12 +119,32 @@ def ask_for_precision(accelerator: Any, model: nn.Module) -> None:
     object.__setattr__(model, "forward", MethodType(forward, model))
 
 
+def _parallelize_by_environment(accelerator: Any, given: Sequence[Any]) -> None:
+    """Make models that have something to train parallel at their first call, by the plan that HETU_FX_PLAN names."""
+    from hetu_fx import auto_parallelize
+
+    for model in [one for one in given if isinstance(one, nn.Module) and MARK not in vars(one)]:
+        own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+        if own:
+            if accelerator.device_placement:
+                model.to(accelerator.device)
+            _run_in_precision(accelerator, model)
+            optimizers = [one for one in given if isinstance(one, Optimizer) and own & set(_held_by(one))]
+            auto_parallelize(model, optimizer=next(iter(optimizers), None))
+
+
+def _held_by(optimizer: Optimizer) -> Iterator[int]:
+    return (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+
 def _without_plugins(prepare: Callable[..., Any]) -> Callable[..., Any]:
     """Make `prepare` refuse plugins before it takes a parallel model apart for them."""
 
     @functools.wraps(prepare)
     def without_plugins(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(hasattr(given, "hetu") for given in args):
+        if os.environ.get(PLAN_VARIABLE):
+            _parallelize_by_environment(self, args)
+        if any(map(is_parallel, args)):
             check_plugins(self.state)
         return prepare(self, *args, **kwargs)
 
@@ -307,3 +331,7 @@ def _sizes(config: Any) -> Iterator[tuple[str, int]]:
     sizes = {} if config is None else {name: getattr(config, f"{name}_size") for name in SIZES}
     others = any(size > 1 for name, size in sizes.items() if name != "dp_replicate")
     yield from ((name, size) for name, size in sizes.items() if size > 1 and (others or name != "dp_replicate"))
+
+
+if os.environ.get(PLAN_VARIABLE):
+    install_patches("accelerate")  # where it is loaded: with it this module is imported then

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from hetu_fx import Framework, Handle, LossType, WeightNames, register_framework
+from hetu_fx import Framework, Handle, LossType, WeightNames, is_parallel, register_framework
 from hetu_fx.base.patches import Patch, register_patch
 from hetu_fx.integrations.streamed_saves import save_streamed
 
@@ -171,7 +171,7 @@ def _counting_on_all(get_num_items: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(get_num_items)
     def counting_on_all(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(self.model, "hetu") and self.args.world_size > 1:
+        if is_parallel(self.model) and self.args.world_size > 1:
             self.args.average_tokens_across_devices = True
         return get_num_items(self, *args, **kwargs)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetu_fx import is_parallel
 from hetu_fx.base.patches import Patch, register_patch, register_substitute
 from hetu_fx.integrations.transformers import counting_rows_once
 
@@ -30,7 +31,7 @@ def _with_the_models_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any
     def with_the_models_loss(
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        if not hasattr(self.model, "hetu"):
+        if not is_parallel(self.model):
             return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
         if not _is_the_models(self):
             return compute_loss(self, _Scoring(model), inputs, return_outputs, num_items_in_batch)

@@ -31,7 +31,7 @@ from hetu_fx.comm_ops.wire.consensus import (
     raise_on_all_ranks,
 )
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.errors import StateError
+from hetu_fx.errors import CommError, StateError
 from hetu_fx.plans.homes import choose_homes, speeds
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.eviction import IdleMemory
@@ -67,6 +67,7 @@ _log = logging.getLogger("hetu_fx.variants")
 
 
 Optimizers = Sequence[torch.optim.Optimizer]
+Listener = Callable[[str, float, float], None]
 
 
 class Watcher(Protocol):
@@ -109,6 +110,8 @@ class Runtime:
         self.whole = WholeModule(model, table, self.buffers, self.writes, settings.options.idle_bytes)
         self.in_flight = InFlightState(table, lambda: self.step)
         self._watchers: list[Watcher] = []
+        self._listeners: dict[object, Listener] = {}
+        self.lost_listeners: list[Callable[[CommError], None]] = []
         self._stand_by: Callable[[], None] = _rest
         self._groups_seen = len(table.creations)
         self._last_rows: tuple[Plan, tuple[int, ...], RowPlan] | None = None
@@ -137,9 +140,18 @@ class Runtime:
         """Do this on a rank without work while the others compute."""
         self._stand_by = act
 
-    def listen_to_communication(self, listener: Callable[[str, float, float], None] | None) -> None:
-        """Call `listener(what, start, end)` after each communication of this rank; None: no more."""
-        self.table.listener = listener
+    def listen_to_communication(self, listener: Listener | None, whose: object = None) -> None:
+        """Call `listener(what, start, end)` after each communication of this rank; None: no more, of this owner."""
+        self._listeners.pop(whose, None)
+        if listener is not None:
+            self._listeners[whose] = listener
+        told = tuple(self._listeners.values())
+
+        def tell_all(what: str, start: float, end: float) -> None:
+            for one in told:
+                one(what, start, end)
+
+        self.table.listener = tell_all if told else None
 
     def resume(self, step: int, guess: float | None = None) -> None:
         """Go on after so many training steps, and with that for the gradient of the loss, if it is known."""
@@ -223,15 +235,23 @@ class Runtime:
         note("model(...)", is_step=True)
         self.times.begin(perf_counter())
         self.report.host_seconds, self.host.seconds = self.host.seconds, 0.0
-        with using(self.table), self.host.counted():
-            batch, facts = self._agree(args, kwargs)
-            if facts.is_asked_alone:
-                return self._run_alone(args, kwargs)
-            self.shared.forget()
-            for watcher in self._watchers:
-                watcher.observe(facts)
-            division = batch.divide(self.variants.able(), self.variants.health.rates)
-            return self._run(division or self._by_rows(batch, facts))
+        try:
+            with using(self.table), self.host.counted():
+                return self._run_together(args, kwargs)
+        except CommError as error:
+            for listener in tuple(self.lost_listeners):
+                listener(error)
+            raise
+
+    def _run_together(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        batch, facts = self._agree(args, kwargs)
+        if facts.is_asked_alone:
+            return self._run_alone(args, kwargs)
+        self.shared.forget()
+        for watcher in self._watchers:
+            watcher.observe(facts)
+        division = batch.divide(self.variants.able(), self.variants.health.rates)
+        return self._run(division or self._by_rows(batch, facts))
 
     def _run_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a batch without gradients on this rank, as the plain module; the others wait, and will find it later."""

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 # Top floor first, a line per folder. A name stands for the module, or for the package with all that is in it unless
 # another row names a part of it. Nobody uses a floor above, and packages use each other in one direction only.
 FLOORS = (
+    "__main__",
     "cli",
     "integrations",
     "launch",

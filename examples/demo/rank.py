@@ -26,9 +26,9 @@ from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
 from hetu_fx.planner.measure.speeds import OwnBlocks, measure_on_blocks
 from hetu_fx.planner.simulate.simulate import simulate
-from hetu_fx.planner.simulate.timeline import Timeline
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
+from hetu_fx.show.timeline import Timeline
 
 WAIT = timedelta(seconds=120)
 

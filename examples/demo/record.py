@@ -11,7 +11,7 @@ from typing import Any
 
 from hetu_fx.base.documents import read_json, told_as_damaged, write_atomically
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.planner.simulate.timeline import Event, Timeline
+from hetu_fx.show.timeline import Event, Timeline
 
 
 @dataclass(frozen=True, slots=True)

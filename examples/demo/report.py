@@ -13,8 +13,9 @@ from typing import Any
 from examples.demo.record import RunRecord, StepRecord, steady, throughput
 from examples.demo.settings import DemoSettings
 from examples.demo.terms import terms_text
-from hetu_fx.planner.simulate.timeline import Event, Timeline
+from hetu_fx.show.lanes import write_html
 from hetu_fx.show.table import table_text
+from hetu_fx.show.timeline import Event, Timeline
 
 PALETTE = ("#4c9be8", "#e8b84c", "#c77dba", "#2f6f4f", "#7d7d7d", "#8c6d4f", "#4cb8b0")
 TOLERANCE = 1e-4
@@ -159,9 +160,9 @@ def write_files(folder: Path, run: RunRecord, settings: DemoSettings) -> None:
     for name, plan in run.plans.items():
         Plan.from_json(plan).write(folder / "plans" / f"{name}.json")
     run.measured.write_chrome(folder / "timeline.json")
-    around_the_change(run, settings).write_png(folder / "timeline.png")
+    write_html(around_the_change(run, settings), folder / "timeline.html")
     run.predicted.write_chrome(folder / "predicted_timeline.json")
-    run.predicted.write_png(folder / "predicted_timeline.png")
+    write_html(run.predicted, folder / "predicted_timeline.html")
 
 
 def draw_run(

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from examples.demo.record import RunRecord, StepRecord
-from hetu_fx.planner.simulate.timeline import Event
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import DeviceCost
 from hetu_fx.show.table import table_text
+from hetu_fx.show.timeline import Event
 
 WINDOWS = ("forward", "backward", "optimizer")
 PREDICTED: Mapping[str, tuple[str, ...]] = {

@@ -32,9 +32,9 @@ from examples.demo.screen import Screen
 from examples.demo.settings import DemoSettings
 from hetu_fx.cli.what_if import diff
 from hetu_fx.handle import Handle
-from hetu_fx.planner.simulate.timeline import Event
 from hetu_fx.plans.prediction import Prediction
 from hetu_fx.report.summary import rates_text
+from hetu_fx.show.timeline import Event
 
 
 class Training:

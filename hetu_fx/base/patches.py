@@ -13,6 +13,9 @@ from typing import Any, Protocol
 
 from hetu_fx.errors import EnvironmentProblem
 
+PLAN_VARIABLE = "HETU_FX_PLAN"
+"""Of the environment: the plan of scripts that name none. With it accelerate is patched as soon as it is there."""
+
 
 class _Handle(Protocol):
     def remove(self) -> None: ...

@@ -22,6 +22,7 @@ from hetu_fx.cli.clean import add_clean, call_clean
 from hetu_fx.cli.doctor import add_doctor, call_doctor
 from hetu_fx.cli.environment import call_env
 from hetu_fx.cli.exported import add_exported_options, run_exported
+from hetu_fx.cli.given import check_folder
 from hetu_fx.cli.measure import add_measure, add_profile, call_measure, call_profile
 from hetu_fx.cli.plan import add_plan, call_plan, more_of_plan
 from hetu_fx.cli.simulate import add_simulate, call_simulate
@@ -160,6 +161,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="what model.hetu.log wrote")
     parser.add_argument("--out", type=Path, metavar="HTML", help="the page to write (default: next to the log)")
     parser.add_argument("--json", action="store_true", help="print what the page would say as JSON; write no page")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write steps as a Chrome trace too, for Perfetto")
 
 
 def _call_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -167,8 +169,14 @@ def _call_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from hetu_fx.base.documents import write_atomically
     from hetu_fx.report.page.page import html_page, report_json
     from hetu_fx.report.read import read_log
+    from hetu_fx.report.run import LoggedRun, timelines
+    from hetu_fx.show.timeline import write_trace
 
+    if options.trace is not None:
+        check_folder("--trace", options.trace, EnvironmentProblem)
     log = read_log(options.file)
+    if options.trace is not None:
+        write_trace(options.trace, timelines(LoggedRun(log)))
     if options.json:
         print(json.dumps(report_json(log), indent=2))
         return 0

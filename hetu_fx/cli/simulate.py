@@ -1,4 +1,4 @@
-"""`hetu-fx simulate`: run a step of a plan on paper: a table, JSON, a Chrome trace, a picture with memory over time.
+"""`hetu-fx simulate`: run a step of a plan on paper: a table, JSON, a Chrome trace, a page with memory over time.
 
 What devices do when, by the costs that planning has: waiting, overlap, links that messages share.
 """
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetu_fx.base.documents import nearest
 from hetu_fx.base.words import bytes_text, format_used_bytes, ranks_text, seconds_text, share_text
 from hetu_fx.cli.files import add_files, read_files
 from hetu_fx.cli.given import check_folder
@@ -20,17 +19,18 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.tables import alike, short_text
+from hetu_fx.show.lanes import write_html
 from hetu_fx.show.table import table_text
+from hetu_fx.show.timeline import Timeline
 
 if TYPE_CHECKING:
     from hetu_fx.planner.simulate.simulation import Simulation
-    from hetu_fx.planner.simulate.timeline import Timeline
 
 FORMAT = "hetu_fx.simulation/1"
-PICTURES = (".png", ".svg", ".html")
+PICTURE = ".html"
 _HEADER = ("device", "peak memory", "at", "bubble")
 _MOST_LINKS = 6  # of which the table tells
-_MOST_DRAWN = 32  # devices of a picture
+_MOST_DRAWN = 32  # devices of a page
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     add_files(parser)
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else, with memory over time")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, for Perfetto")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help=f"draw it: {', '.join(PICTURES)}")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it as a page (.html)")
     add_changes(parser)
 
 
@@ -60,23 +60,19 @@ def call_simulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.trace is not None:
         made.timeline.write_chrome(options.trace)
     if options.picture is not None:
-        _draw(made, plan, cluster, options.picture)
+        write_html(_picture_of(made, plan), options.picture)
     print(json.dumps(to_json(made, plan, cluster)) if options.json else "\n".join(_text_of(made, plan, cluster)))
     return 0
 
 
 def _check_places(options: argparse.Namespace) -> None:
-    """Raise `PlanError` for files that cannot be written, or pictures of a kind that is not known."""
+    """Raise `PlanError` for files that cannot be written, or pages of a kind that is not known."""
     for name in ("trace", "picture"):
         path = getattr(options, name)
         if path is not None:
             check_folder(f"--{name}", path, PlanError)
-    if options.picture is not None and options.picture.suffix not in PICTURES:
-        raise PlanError(f"--picture {options.picture} has ending {options.picture.suffix!r}{_nearest(options.picture)}")
-
-
-def _nearest(path: Path) -> str:
-    return nearest(path.suffix, PICTURES)
+    if options.picture is not None and options.picture.suffix != PICTURE:
+        raise PlanError(f"--picture {options.picture} has ending {options.picture.suffix!r}\nhint: use {PICTURE!r}")
 
 
 def _text_of(made: Simulation, plan: Plan, cluster: Cluster) -> Iterator[str]:
@@ -124,19 +120,6 @@ def to_json(made: Simulation, plan: Plan, cluster: Cluster) -> dict[str, Any]:
     return {"format": FORMAT, "plan": plan.summary(), "seconds": made.seconds, "devices": devices, "links": links}
 
 
-def _draw(made: Simulation, plan: Plan, cluster: Cluster, path: Path) -> None:
-    """Draw what devices do and hold; of a large plan those of the first pipelines of each kind."""
-    if path.suffix == ".html":
-        from hetu_fx.planner.simulate.timeline_picture import write_html
-
-        write_html(_picture_of(made, plan), path)
-    else:
-        from hetu_fx.planner.simulate.timeline_picture import draw
-
-        limits = {device.rank: device.memory_bytes for device in cluster.devices}
-        draw(_picture_of(made, plan), str(path), limits, form=path.suffix.removeprefix("."))
-
-
 def devices_to_show(plan: Plan) -> tuple[int, ...]:
     """Return the devices that a picture has room for: one of each stage of like pipelines, if there are many."""
     if len(plan.devices) <= _MOST_DRAWN:
@@ -147,8 +130,6 @@ def devices_to_show(plan: Plan) -> tuple[int, ...]:
 
 def _picture_of(made: Simulation, plan: Plan) -> Timeline:
     """Return the timeline of the devices that are shown."""
-    from hetu_fx.planner.simulate.timeline import Timeline
-
     kept, whole = set(devices_to_show(plan)), made.timeline
     events = tuple(event for event in whole.events if event.device in kept)
     counters = tuple(counter for counter in whole.counters if counter.device in kept)

@@ -226,8 +226,8 @@ def simulate(
 ) -> Simulation:
     """Return what a training step would be: seconds, bubbles, bytes per link, memory over time, and a timeline of it.
 
-    Nothing is run or changed. Draw it with `.timeline.write_png` or
-    `hetu_fx.planner.simulate.timeline_picture.write_html`, or open what `.timeline.write_chrome` writes in Perfetto.
+    Nothing is run or changed. A notebook draws its `.timeline`, `hetu_fx.show.lanes.write_html` writes the same page,
+    and `.timeline.write_chrome` a trace for Perfetto.
 
     Args:
         model: any module; its parameters may be on the meta device.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,7 +29,9 @@ from hetu_fx.errors import EnvironmentProblem, HetuFxError, StateError
 from hetu_fx.planner.values.gathered_op import GATHERED_OP
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan
-from hetu_fx.report.run_log import FORMAT, Entry
+from hetu_fx.report.rates import RATES
+from hetu_fx.report.run_log import FORMAT
+from hetu_fx.report.updates import Entry
 
 _ABSENT: Any = object()
 """Default of a key that an entry need not have."""
@@ -94,6 +97,17 @@ def _form(keys: Mapping[str, Key]) -> JsonObject[Entry]:
     return JsonObject(_entry, StateError, {**_keys({"event": TEXT}), **keys, **_keys({"time": NUMBER}, _ABSENT)})
 
 
+def _is_span(value: Any) -> bool:
+    """Tell whether a value is a name, a kind, a start and an end."""
+    if not isinstance(value, list) or [type(part) for part in value[:2]] != [str, str]:
+        return False
+    times = value[2:]
+    return len(times) == 2 and all(map(NUMBER.fits, times)) and all(map(math.isfinite, times)) and times[0] <= times[1]
+
+
+_SPANS = Values(
+    "a list of [name, kind, start, end]", lambda value: isinstance(value, list) and all(map(_is_span, value))
+)
 _RATES = object_by_number("devices", StateError)
 _AT = _keys({"step": INTEGER})
 _PLANNED = {**_keys({"name": TEXT, "plan": _document(Plan)}), **_keys({"rates": _RATES}, {})}
@@ -124,8 +138,11 @@ _FORMS: Mapping[str, JsonObject[Entry]] = {
         | _keys({"predicted_seconds": _or_null(NUMBER)})
         | _keys({"compute_seconds": NUMBERS, "host_seconds": NUMBERS}, ())
         | _keys({"planning_seconds": NUMBER, "waited_seconds": NUMBER, "micro_steps": INTEGER}, _ABSENT)
+        | _keys({"tokens": INTEGER, "flops": NUMBER, **RATES}, _ABSENT)
     ),
     "evaluation": _form(_RAN),
+    "trace": _form(_AT | _keys({"variant": TEXT, "rank": INTEGER, "seconds": NUMBER, "spans": _SPANS})),
+    "lost": _form(_AT | _keys({"why": TEXT})),
 }
 """By `event`. Keys with a default other than `_ABSENT` are those that older logs lack."""
 

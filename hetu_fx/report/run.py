@@ -5,8 +5,9 @@ The log carries the devices and what a step costs, so that steps are simulated w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 
@@ -19,10 +20,13 @@ from hetu_fx.planner.values.gathered_op import GATHERED_OP, GatheredOp
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
-from hetu_fx.report.run_log import Entry
 from hetu_fx.report.summary import training_steps
+from hetu_fx.report.updates import Entry
+from hetu_fx.show.timeline import Counter, Event, Timeline
 
 _OPS = many(GATHERED_OP.values)
+_NUMBERS = ("loss", "rows_per_second", "tokens_per_second", "mfu")
+_TOLD = ("variant", "rows", "predicted_seconds", "compute_seconds", "host_seconds", *_NUMBERS)
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,24 @@ class LoggedRun:
         except HetuFxError:
             return None
 
+    @property
+    def traced(self) -> Mapping[str, Timeline]:
+        """Return what devices did in one step of each variant that was traced, in seconds since that step's start."""
+        found: dict[str, list[Event]] = {}
+        for entry in self._traces:
+            spans = [Event(entry["rank"], name, start, end, kind) for name, kind, start, end in entry["spans"]]
+            found.setdefault(entry["variant"], []).extend(spans)
+        return {name: Timeline(tuple(events), f"one step of {name}, measured") for name, events in found.items()}
+
+    @property
+    def traced_at(self) -> Mapping[str, float]:
+        """Return when those steps began, in seconds since 1970 by rank 0's clock."""
+        return {one["variant"]: one["time"] - one["seconds"] for one in self._traces if one["rank"] == 0}
+
+    @property
+    def _traces(self) -> list[Entry]:
+        return [entry for entry in self.log if entry["event"] == "trace"]
+
     def settled(self, name: str) -> list[Entry]:
         """Return the steps of a variant after its first, which makes its graphs; where there is no other, that one."""
         own = [entry for entry in self.steps if entry["variant"] == name]
@@ -117,3 +139,47 @@ class LoggedRun:
         count = max(map(len, told), default=0)  # the last step of a log has none
         whole = [seconds for seconds in told if len(seconds) == count]
         return [median(column) for column in zip(*whole, strict=True)]
+
+
+def timelines(run: LoggedRun) -> list[Timeline]:
+    """Return what a trace shows: all steps, then of each variant the step that was traced, and the one on paper.
+
+    A log that does not say when its entries were told begins each step where the one before ends.
+    """
+    steps = sorted(_steps(run), key=lambda step: step.start_seconds)
+    counters = (_counter(name, steps) for name in _NUMBERS)
+    whole = Timeline(tuple(steps), "steps, by the clock of rank 0", tuple(one for one in counters if one.values))
+    found = [whole] if steps else []
+    for name in run.shown:
+        at = run.traced_at.get(name, whole.start_seconds)
+        if name in run.traced:
+            found.append(_later(run.traced[name], at))
+        if name in run.on_paper:
+            found.append(replace(_later(run.on_paper[name].timeline, at), name=f"one step of {name}, predicted"))
+    return found
+
+
+def _steps(run: LoggedRun) -> Iterator[Event]:
+    """Yield each step from its start to that of the next batch."""
+    end = 0.0
+    for entry in run.steps:
+        end = entry["time"] if "time" in entry else end + entry["seconds"]
+        facts = {key: entry[key] for key in _TOLD if _is_known(entry.get(key))}
+        yield Event(0, f"step {entry['step']}: {entry['variant']}", end - entry["seconds"], end, "step", facts)
+
+
+def _is_known(value: object) -> bool:
+    """Tell whether a trace can have a value: JSON has no infinity, and no NaN."""
+    return math.isfinite(value) if isinstance(value, float) else value not in (None, [])
+
+
+def _counter(name: str, steps: Sequence[Event]) -> Counter:
+    """Return a number over time, of the steps that have it."""
+    return Counter(None, name, tuple((one.start_seconds, one.facts[name]) for one in steps if name in one.facts))
+
+
+def _later(timeline: Timeline, by: float) -> Timeline:
+    """Return a timeline so many seconds later."""
+    moved = [replace(e, start_seconds=e.start_seconds + by, end_seconds=e.end_seconds + by) for e in timeline.events]
+    counters = [replace(c, values=tuple((at + by, value) for at, value in c.values)) for c in timeline.counters]
+    return Timeline(tuple(moved), timeline.name, tuple(counters))

@@ -19,8 +19,11 @@ An entry is a mapping that JSON can say; a file has one a line (`JsonLines`). Ki
                 and for how many the step waited
     step        a training step: variant, longest sequence, rows per pipeline, seconds from its start to the next
                 batch's, predicted seconds, the loss, and the compute seconds of every process; of sequences of mixed
-                lengths also what planning it took (`planning_seconds`) and how long the step waited for that
+                lengths also what planning it took (`planning_seconds`) and how long the step waited for that; where
+                they are known its `tokens` and `flops`, and the rates that follow (`hetu_fx.report.rates`)
     evaluation  a batch without training: variant, rows, seconds and loss
+    trace       what a rank did when in one step of a variant (`hetu_fx.report.spans`), where a file is written
+    lost        a call of the model has failed as a rank is dead, stuck or elsewhere: the error, as `why`
 
 Steps are those of the optimizer: of batches whose gradients are added up (`micro_steps` of them) seconds and rows are
 sums, and the loss is their mean. They are told when the next batch starts, for only then is known how long they took.
@@ -35,6 +38,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import Any, Protocol
 
 from hetu_fx.base.memory import Log
@@ -42,11 +46,14 @@ from hetu_fx.base.records import Document
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.host import peak_bytes
 from hetu_fx.comm_ops.wire.consensus import StepFacts
+from hetu_fx.errors import CommError
 from hetu_fx.planner.dispatch.assignment import BatchPlan
 from hetu_fx.planner.values.gathered_op import GATHERED_OP, GatheredOp
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.program.program import Program
-from hetu_fx.report.updates import Updates
+from hetu_fx.report.rates import peak_flops, step_rates, training_flops
+from hetu_fx.report.spans import SpanRecorder
+from hetu_fx.report.updates import Entry, Updates
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.eviction import GraphEvent
 from hetu_fx.switching.graph_execution import GraphExecution
@@ -62,8 +69,6 @@ LOOK_SECONDS = 1.0
 
 TOLD_GROWTH = 1.01
 """Memory is told again when a process has had so many times what was told."""
-
-Entry = Mapping[str, Any]
 
 
 class Sink(Protocol):
@@ -111,13 +116,18 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What is known of a batch once it is over; seconds by process are empty if these have not met since."""
+    """What is known of a batch once it is over; seconds by process are empty if these have not met since.
+
+    `tokens` are those of all rows, padding included, and `flops` those of its products; None where they are not known.
+    """
 
     longest: int
     seconds: float
     compute_seconds: tuple[float, ...] = ()
     loss: float | None = None
     host_seconds: tuple[float, ...] = ()
+    tokens: int | None = None
+    flops: float | None = None
 
 
 def entries(before: State, after: State, batch: Batch | None) -> Iterator[Entry]:
@@ -183,6 +193,8 @@ def _batch_entry(before: State, after: State, batch: Batch) -> Entry:
     predicted = after.variants[after.variant].predicted_seconds if planned is None else planned.seconds
     times: dict[str, Any] = {"predicted_seconds": predicted or None, "compute_seconds": list(batch.compute_seconds)}
     times["host_seconds"] = list(batch.host_seconds)
+    times |= {} if batch.tokens is None else {"tokens": batch.tokens}
+    times |= {} if batch.flops is None else {"flops": batch.flops}
     if planned is not None:
         times |= {"planning_seconds": planned.planning_seconds, "waited_seconds": planned.waited_seconds}
     return {"event": "step", "step": after.step, **ran, **times}
@@ -201,6 +213,11 @@ def _trained_program(runtime: Runtime) -> Program | None:
     return runtime.execution.program if isinstance(runtime.execution, GraphExecution) else None
 
 
+def _count(variant: Variant, rows: Sequence[int]) -> int:
+    """Return how many rows a step has had, from those of its pipelines, which may each have had all."""
+    return max(rows, default=0) if variant.repeats_rows else sum(rows)
+
+
 class RunLog(AbstractContextManager["RunLog"]):
     """Tells its sinks what a run does, from now until it is closed; a context manager.
 
@@ -209,9 +226,12 @@ class RunLog(AbstractContextManager["RunLog"]):
         adaptation: knows the devices, and what a step costs.
         sinks: what takes the entries, each with the `time` it was told at (seconds since 1970). None: this process
             tells nothing.
+        traces: record what this rank does in one step of each variant, for the log of rank 0.
     """
 
-    def __init__(self, runtime: Runtime, adaptation: Adaptation, sinks: Sequence[Sink]) -> None:
+    def __init__(
+        self, runtime: Runtime, adaptation: Adaptation, sinks: Sequence[Sink], *, traces: bool = False
+    ) -> None:
         self._runtime, self._adaptation, self._sinks = runtime, adaptation, sinks
         self._before = State(
             step=runtime.step,
@@ -224,6 +244,9 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._peak_bytes, self._looked = 0, -math.inf
         self._gathered_of: dict[str, tuple[object, ...]] = {}
         self._updates = Updates(runtime.homes.values(), runtime.step) if sinks else None
+        self._recorder = SpanRecorder(runtime) if traces else None
+        self._is_lost = False
+        runtime.lost_listeners.append(self._lose)
         if sinks:
             self._tell(self._start())
 
@@ -234,17 +257,32 @@ class RunLog(AbstractContextManager["RunLog"]):
         figures = {"cluster": _json(self._before.cluster), "profile": _json(profile)}
         return told | {"plans": [_plan(*pair) for pair in known]} | figures
 
-    def __exit__(self, *problem: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, CommError):
+            self._lose(error)
         self.close()
+
+    def _lose(self, error: CommError) -> None:
+        """Tell once that a rank is lost."""
+        if not self._is_lost and self._updates is not None:
+            self._tell({"event": "lost", "step": self._updates.number, "why": str(error)})
+        self._is_lost = True
 
     def close(self) -> None:
         """Tell of the last batch, and of nothing more."""
         if self._runtime.unwatch(self):
+            self._runtime.lost_listeners.remove(self._lose)
             self._catch_up(StepFacts(), self._before.peak_bytes)
+            if not self._is_lost:  # the store may be gone, too
+                self._tell_spans()
             if self._updates is not None:
                 for entry in self._updates.rest():
                     self._tell(entry)
                 self._updates.close()
+            if self._recorder is not None:
+                self._recorder.close()
             for sink in self._sinks:
                 sink.close()
 
@@ -259,6 +297,14 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Tell of the batch before, which ends as another one begins."""
         self._catch_up(facts, grown(self._before.peak_bytes, facts.peak_bytes))
         self._begun = time.perf_counter(), facts.longest
+        self._tell_spans()
+        if self._recorder is not None:
+            self._recorder.begin()
+
+    def _tell_spans(self) -> None:
+        number = self._before.step if self._updates is None else self._updates.number
+        for entry in () if self._recorder is None else self._recorder.end(number):
+            self._tell(entry)
 
     def _catch_up(self, facts: StepFacts, peaks: tuple[int, ...]) -> None:
         if self._updates is None:
@@ -267,11 +313,22 @@ class RunLog(AbstractContextManager["RunLog"]):
         if self._begun is not None:
             start, longest = self._begun
             seconds, loss = time.perf_counter() - start, self._runtime.report.loss.number
-            batch = Batch(longest, seconds, facts.compute_seconds, loss, facts.host_seconds)
+            work = self._work(longest)
+            batch = Batch(longest, seconds, facts.compute_seconds, loss, facts.host_seconds, *work)
         after = replace(self._state(), peak_bytes=peaks)
         for entry in self._updates.joined(entries(self._before, after, batch)):
             self._tell(entry)
         self._before, self._begun = after, None
+
+    def _work(self, longest: int) -> tuple[int | None, float | None]:
+        """Return the tokens and the FLOPs of the batch that ran last, where its rows are as they were counted."""
+        known, report = self._adaptation, self._runtime.report
+        if known.length is None or report.planned is not None:
+            return None, None
+        rows = sum(report.rows)  # a captured graph has each row once
+        tokens = rows * longest if longest and known.costs.has_sequence else None
+        trains_all = all(parameter.requires_grad for parameter in self._runtime.homes.values())
+        return tokens, training_flops(known.costs, rows) if longest == known.length and trains_all else None
 
     def _state(self) -> State:
         runtime, report = self._runtime, self._runtime.report
@@ -295,5 +352,9 @@ class RunLog(AbstractContextManager["RunLog"]):
         return {**self._before.gathered, name: gathered_ops(name, self._runtime, self._adaptation)}
 
     def _tell(self, entry: Entry) -> None:
+        if entry["event"] == "step":
+            variant = self._runtime.variants[entry["variant"]]
+            peak = peak_flops(self._adaptation.cluster, variant.plan.devices)
+            entry = {**entry, **step_rates(entry, _count(variant, entry["rows"]), peak)}
         for sink in self._sinks:
             sink.tell({**entry, "time": time.time()})

@@ -1,21 +1,33 @@
-"""Where a run's log goes: a file of JSON lines, a line of progress, TensorBoard's scalars."""
+"""Where a run's log goes: a file of JSON lines, a line of progress, functions of the script."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.report.run_log import Entry
-from hetu_fx.report.summary import entry_text
+from hetu_fx.base.documents import nearest
+from hetu_fx.errors import EnvironmentProblem, StateError
+from hetu_fx.report.summary import CHANGES, entry_text
+from hetu_fx.report.updates import Entry
+
+EVENTS = ("step", "evaluation", *CHANGES, "memory", "gathered")
+"""What functions of the script can be called for; `hetu_fx.report.run_log` says what each has."""
 
 PROGRESS_WIDTH = 100
-QUIET = ("step", "evaluation", "memory")
+QUIET = ("step", "evaluation", "memory", "trace")
 """What happens all the time: only the last such entry is shown."""
+
+
+def check_event(event: str) -> None:
+    """Raise `StateError` for an event that functions of the script cannot be called for."""
+    if event not in EVENTS:
+        raise StateError(f"there is no event {event!r}{nearest(event, EVENTS)}\nhint: use one of {', '.join(EVENTS)}")
 
 
 class JsonLines:
@@ -64,40 +76,53 @@ class ProgressSink:
             self._stream.write("\n")
 
 
-class Scalars:
-    """Gives what is a number to TensorBoard, or to any writer with its `add_scalar(tag, value, step)`."""
+class LogEntry(dict[str, Any]):
+    """An entry as functions get it that the script has registered: a mapping, whose numbers trackers take as they are.
 
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    `numbers` has them by flat names: of a step `loss`, `seconds`, `rows_per_second`, `compute_seconds/0` and so on.
+    """
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Return all numbers of the entry but its own number and its time."""
+        return dict(_numbers({name: value for name, value in self.items() if name not in ("step", "time")}))
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, list | tuple):
+            value = dict(enumerate(value))
+        if isinstance(value, Mapping):
+            yield from ((f"{name}/{key}", number) for key, number in _numbers({str(k): v for k, v in value.items()}))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, value
+
+
+class CallSink:
+    """Calls a function with each entry of one kind.
+
+    What the function raises is no reason to stop a step that other ranks have begun: it is warned of the first time,
+    with its traceback, and training goes on. What is no `Exception` (SystemExit, KeyboardInterrupt) passes.
+    """
+
+    def __init__(self, event: str, function: Callable[[LogEntry], object]) -> None:
+        self.event, self._function, self._has_failed = event, function, False
 
     def tell(self, entry: Entry) -> None:
-        """Write the numbers of an entry."""
-        for tag, value in _scalars(entry):
-            self._writer.add_scalar(f"hetu_fx/{tag}", value, entry["step"])
+        """Call the function, if the entry is of its kind."""
+        if entry["event"] != self.event:
+            return
+        try:
+            self._function(LogEntry(entry))
+        except Exception as error:
+            if not self._has_failed:
+                self._has_failed = True
+                told = "".join(traceback.format_exception(error))
+                warnings.warn(
+                    f'the function of model.hetu.on("{self.event}") failed at step {entry["step"]}; training '
+                    f"continues, and later failures of it give no warning:\n{told}",
+                    stacklevel=2,
+                )
 
     def close(self) -> None:
-        """Close the writer."""
-        self._writer.close()
-
-
-def _scalars(entry: Entry) -> Iterator[tuple[str, float]]:
-    if entry["event"] == "step":
-        yield "step_seconds", entry["seconds"]
-        yield "longest", entry["longest"]
-        if entry["loss"] is not None:
-            yield "loss", entry["loss"]
-        if entry["predicted_seconds"] is not None:
-            yield "predicted_seconds", entry["predicted_seconds"]
-        for what in ("compute_seconds", "host_seconds"):
-            yield from ((f"{what}/{rank}", seconds) for rank, seconds in enumerate(entry[what]))
-    elif entry["event"] == "health":
-        yield from ((f"rate/{device}", rate) for device, rate in entry["rates"].items())
-
-
-def tensorboard_writer(folder: str | os.PathLike[str]) -> Any:
-    """Return TensorBoard's writer. Raises `EnvironmentProblem` where it is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise EnvironmentProblem("scalars need TensorBoard; pip install tensorboard, or leave them out") from error
-    return SummaryWriter(os.fspath(folder))
+        """Call it no more; there is nothing to close."""

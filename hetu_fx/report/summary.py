@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from hetu_fx.base.words import bytes_text, seconds_text
-from hetu_fx.report.run_log import Entry
+from hetu_fx.base.words import bytes_text, seconds_text, share_text
+from hetu_fx.report.updates import Entry
+from hetu_fx.show.markup import number
 from hetu_fx.show.table import table_text
 
-CHANGES = ("plan", "cluster", "health", "switch", "built", "evicted", "moved", "arrived")
+CHANGES = ("plan", "cluster", "health", "switch", "built", "evicted", "moved", "arrived", "lost")
 HEADER = (
     "variant",
     "steps",
@@ -58,10 +59,23 @@ def entry_text(entry: Entry) -> str:
             return f"step {entry['step']}: optimizer state is home, {took}, {waited}"
         case "evaluation":
             return f"evaluation  {entry['variant']}  {seconds_text(entry['seconds'])}{_loss(entry)}"
+        case "trace":
+            return f"step {entry['step']}: what rank {entry['rank']} did in it, {len(entry['spans'])} spans"
+        case "lost":
+            return f"step {entry['step']}: a rank is lost: {entry['why']}"
         case _:
             predicted = entry["predicted_seconds"]
             beside = "" if predicted is None else f" ({seconds_text(predicted)} predicted)"
-            return f"step {entry['step']}  {entry['variant']}  {seconds_text(entry['seconds'])}{beside}{_loss(entry)}"
+            took = f"{seconds_text(entry['seconds'])}{beside}{_rates(entry)}"
+            return f"step {entry['step']}  {entry['variant']}  {took}{_loss(entry)}"
+
+
+def _rates(entry: Entry) -> str:
+    """Return how much a step has got done, as far as that is known: tokens in place of rows."""
+    name = "tokens" if "tokens_per_second" in entry else "rows"
+    rate = entry.get(f"{name}_per_second")
+    mfu = f"  MFU {share_text(entry['mfu'])}" if "mfu" in entry else ""
+    return ("" if rate is None else f"  {number(rate)} {name}/s") + mfu
 
 
 def _loss(entry: Entry) -> str:

@@ -9,8 +9,11 @@ from weakref import WeakMethod
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-_Entry = Mapping[str, Any]
-_ADDED = ("seconds", "predicted_seconds", "planning_seconds", "waited_seconds")
+Entry = Mapping[str, Any]
+"""What happened, as JSON can say it."""
+
+_OF_ALL = ("tokens", "flops")  # known of a step where they are known of all its batches
+_ADDED = ("seconds", "predicted_seconds", "planning_seconds", "waited_seconds", *_OF_ALL)
 _ADDED_BY_PLACE = ("rows", "compute_seconds", "host_seconds")
 
 
@@ -27,12 +30,12 @@ class Updates:
     def __init__(self, parameters: Iterable[nn.Parameter], number: int) -> None:
         self._parameters, self.number = tuple(parameters), number
         self._ids = frozenset(map(id, self._parameters))
-        self._held: _Entry | None = None
+        self._held: Entry | None = None
         self._is_open = self._has_stepped = False
         note = WeakMethod(self._note)  # torch keeps the hook, which must not keep the model
         self._hook = register_optimizer_step_post_hook(lambda optimizer, *_: (known := note()) and known(optimizer))
 
-    def joined(self, entries: Iterable[_Entry]) -> Iterator[_Entry]:
+    def joined(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         """Yield entries with the numbers of their steps; a training batch once its step is over."""
         for entry in entries:
             if entry["event"] == "step":
@@ -41,7 +44,7 @@ class Updates:
                 yield from self.rest() if entry["event"] == "switch" else ()
                 yield {**entry, "step": self.number}
 
-    def rest(self) -> Iterator[_Entry]:
+    def rest(self) -> Iterator[Entry]:
         """Yield what is held back of a step that is not over, or went on in another variant."""
         if self._held is not None:
             yield {**self._held, "step": self.number}
@@ -51,7 +54,7 @@ class Updates:
         """Look on no more."""
         self._hook.remove()
 
-    def _batch(self, entry: _Entry) -> Iterator[_Entry]:
+    def _batch(self, entry: Entry) -> Iterator[Entry]:
         self.number += not self._is_open
         self._held = entry if self._held is None else _sum(self._held, entry)
         self._is_open = not (self._has_stepped or all(parameter.grad is None for parameter in self._parameters))
@@ -64,13 +67,16 @@ class Updates:
         self._has_stepped |= not self._ids.isdisjoint(own)
 
 
-def _sum(one: _Entry, other: _Entry) -> _Entry:
+def _sum(one: Entry, other: Entry) -> Entry:
     """Return two batches of one step as one: seconds and rows added up, the mean of the losses."""
     count = one.get("micro_steps", 1)
     made: dict[str, Any] = {**one, "micro_steps": count + 1, "longest": max(one["longest"], other["longest"])}
     for name in _ADDED:
         if name in one and name in other:
             made[name] = None if None in (one[name], other[name]) else one[name] + other[name]
+    for name in _OF_ALL:
+        if name not in other:
+            made.pop(name, None)
     for name in _ADDED_BY_PLACE:  # empty where nobody has told them
         same = len(one[name]) == len(other[name])
         made[name] = [a + b for a, b in zip(one[name], other[name], strict=True)] if same else []

@@ -1,1 +1,1 @@
-"""How things are shown: tables as text, and pages and charts as HTML and SVG."""
+"""How things are shown: tables as text, timelines as lanes and as Chrome traces, pages and charts as HTML and SVG."""

@@ -32,6 +32,11 @@ background:var(--paper);color:var(--ink)}
 .hetu-fx .bar i{border-radius:0}.hetu-fx .short .bar{width:4rem}
 @media (max-width:40rem){.hetu-fx th,.hetu-fx td{padding:.25rem .45rem}
 .hetu-fx td:first-child{white-space:normal;min-width:5.5rem;max-width:9rem}}
+.hetu-fx svg{display:block;width:100%;background:var(--soft)}.hetu-fx svg *{vector-effect:non-scaling-stroke}
+.hetu-fx .lanes{overflow-y:auto;max-height:38rem;margin:.5rem 0}
+.hetu-fx .lane{display:grid;grid-template-columns:6.5rem 1fr;align-items:center;font-size:.85rem}
+.hetu-fx .lane svg{height:1.5rem}.hetu-fx .lane.more svg{height:.8rem}
+.hetu-fx .lane.more{color:var(--quiet);margin-bottom:.3rem}
 """
 
 _PAGE_STYLE = """
@@ -41,11 +46,7 @@ h1{font-size:1.5rem;line-height:1.25}h2{font-size:1.2rem;margin:2rem 0 .5rem}h3{
 a{color:var(--link)}nav{display:flex;flex-wrap:wrap;gap:.2rem 1rem}
 pre{overflow:auto;max-height:32rem;background:var(--soft);padding:.7rem;border-radius:4px;font-size:.85rem;
 overflow-wrap:normal}
-svg{display:block;width:100%;background:var(--soft)}svg *{vector-effect:non-scaling-stroke}
 .plot svg{height:200px}.axis{display:flex;justify-content:space-between;font-size:.85rem;color:var(--quiet)}
-.lanes{overflow-y:auto;max-height:38rem;margin:.5rem 0}
-.lane{display:grid;grid-template-columns:6.5rem 1fr;align-items:center;font-size:.85rem}
-.lane svg{height:1.5rem}.lane.more svg{height:.8rem}.lane.more{color:var(--quiet);margin-bottom:.3rem}
 """
 
 

@@ -85,6 +85,7 @@ class Adaptation:
         calibrates: the cluster's speeds are a first guess, which the first steps are to correct; not so where the
             user has said what the devices are.
         tried: tries plans before they train; None: nobody does.
+        length: of the rows that `costs` were counted for, 0 without sequences; None: they are no count of a graph.
     """
 
     def __init__(
@@ -97,8 +98,9 @@ class Adaptation:
         health: Mapping[str, float] | None = None,
         calibrates: bool = False,
         tried: TriedPlans | None = None,
+        length: int | None = None,
     ) -> None:
-        self.runtime, self.costs, self.cluster = runtime, costs, cluster
+        self.runtime, self.costs, self.cluster, self.length = runtime, costs, cluster, length
         self.tracker, self.plans = HealthTracker.of(health or {}), dict[Conditions, Plan]()
         self._calibrates = calibrates
         self.changes: list[PlanChange] = []

@@ -120,11 +120,13 @@ class ComputeTimer:
 
     Attributes:
         share: of the work that a step is known to have, the part that this rank has not been spared.
+        spans: from when to when it has counted, by moments of the clock.
     """
 
     def __init__(self, clock: Clock | None = None, host: HostTime | None = None) -> None:
         self._clock, self._host, self._entered = clock or HostClock(), host, 0.0
-        self._counted, self._spans = 0.0, list[tuple[Any, Any]]()
+        self._counted, self._summed = 0.0, 0
+        self.spans: list[tuple[Any, Any]] = []
         self._since: Any = None
         self._starts = self._pauses = 0
         self.share = 1.0
@@ -132,14 +134,14 @@ class ComputeTimer:
     @property
     def seconds(self) -> float:
         """The time so far; waits until the device has done what was timed."""
-        self._counted += sum(self._clock.seconds(*span) for span in self._spans)
-        self._spans.clear()
+        self._counted += sum(self._clock.seconds(*span) for span in self.spans[self._summed :])
+        self._summed = len(self.spans)
         return self._counted
 
     @property
     def is_known(self) -> bool:
         """Whether `seconds` is there without waiting for the device."""
-        return all(self._clock.is_past(end) for _, end in self._spans)
+        return all(self._clock.is_past(end) for _, end in self.spans[self._summed :])
 
     def start(self) -> None:
         """Start counting; nothing but to be stopped once more if it counts."""
@@ -168,7 +170,7 @@ class ComputeTimer:
 
     def _close(self) -> None:
         if self._since is not None:
-            self._spans.append((self._since, self._clock.now()))
+            self.spans.append((self._since, self._clock.now()))
             self._since = None
 
     def __enter__(self) -> ComputeTimer:

@@ -14,12 +14,12 @@ from examples.demo.record import RunRecord, StepRecord, Throughput
 from hetu_fx.base.records import Document
 from hetu_fx.check.kept import Answer, KeptAnswers
 from hetu_fx.launch.emulate.emulate import current_cores, current_speeds
-from hetu_fx.planner.simulate.timeline import Event, Timeline
 from hetu_fx.planner.values.profile_file import BlockTime, Profile, Slowdown
 from hetu_fx.plans.plan import Plan
 from hetu_fx.report.page.page import report_json
 from hetu_fx.report.read import read_log
 from hetu_fx.report.summary import to_json
+from hetu_fx.show.timeline import Event, Timeline
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 from hetu_fx_align.call import Call
 from hetu_fx_align.losses import read_losses

@@ -124,7 +124,7 @@ EXPECTATIONS = (
     _of("exported files carry no paths of their author",
         "export/test_load.py::test_no_file_names_paths_of_the_machine_that_wrote_it"),
     _of("a timeline opens in Perfetto",
-        "planner/simulate/test_timeline.py::test_the_chrome_trace_starts_at_zero_in_microseconds"),
+        "show/test_timeline.py::test_the_chrome_trace_starts_at_zero_in_microseconds"),
     _of("waits and settings are configured by the environment, misspelt ones are told",
         "comm_ops/wire/test_common_path.py::test_what_is_asked_counts_more_than_the_environment",
         "cli/test_doctor.py::test_a_misspelt_setting_is_told_with_the_known_one"),

@@ -155,6 +155,13 @@ HELD = {
     "accelerate launch --num_processes 4 train.py": LAUNCHED,
     "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 train.py": SEVERAL,
     "ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes 2 --num_machines 1 train.py": LAUNCHED,
+    "HETU_FX_PLAN=plan.json accelerate launch --multi_gpu --num_processes 2 --num_machines 1 -m hetu_fx train.py": Held(
+        by="integrations/test_plan_by_environment.py::"
+        "test_accelerate_launch_trains_an_untouched_script_by_a_plan_file_as_one_process_does"
+    ),
+    "hetu-fx report run.jsonl --trace trace.json": Held(
+        by="report/test_on.py::test_a_step_of_each_variant_is_traced_once_and_the_command_writes_it_for_perfetto"
+    ),
     "accelerate launch --cpu train.py": ONE_OF_TWO,
     "accelerate launch --cpu --num_processes 2 train.py": ONE_OF_TWO,
     "ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes 2 --num_machines 1 "

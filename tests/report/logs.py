@@ -12,7 +12,8 @@ from hetu_fx.planner.values.gathered_op import GATHERED_OP, GatheredOp
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.report.run_log import FORMAT, Entry
+from hetu_fx.report.run_log import FORMAT
+from hetu_fx.report.updates import Entry
 from tests.planner.examples import paper, transformer
 
 GATHERED = GatheredOp("rows", "aten.matmul.default", "loss.py:4", 8, 2.5e6, "head", "return u @ v.t() < 0", 0.002)

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from hetu_fx.cli.main import main
-from hetu_fx.planner.simulate.timeline import Event
-from hetu_fx.planner.simulate.timeline_picture import visible_events
 from hetu_fx.planner.values.gathered_op import GATHERED_OP
 from hetu_fx.report.page.page import SECTIONS, html_page, report_json
 from hetu_fx.report.page.traffic import by_kind
 from hetu_fx.report.read import read_log
 from hetu_fx.report.run import LoggedRun
-from hetu_fx.report.run_log import Entry
+from hetu_fx.report.updates import Entry
 from hetu_fx.show.charts import PLACES, places
+from hetu_fx.show.lanes import visible_events
+from hetu_fx.show.timeline import Event
 from tests.base.seen_html import Seen
 from tests.report.logs import GATHERED, NAMES, log
 

@@ -24,9 +24,10 @@ from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan
 from hetu_fx.report import read
 from hetu_fx.report.read import read_log
-from hetu_fx.report.run_log import Batch, Entry, State, entries, grown
-from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_writer
+from hetu_fx.report.run_log import Batch, State, entries, grown
+from hetu_fx.report.sinks import JsonLines, ProgressSink
 from hetu_fx.report.summary import entry_text, summaries, summary_text
+from hetu_fx.report.updates import Entry
 from hetu_fx.switching.eviction import GraphEvent
 from hetu_fx.switching.migrate.in_flight import HomeEvent
 from tests.report.logs import GATHERED
@@ -133,7 +134,7 @@ def log_file(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_told_in_order(log_file: Path) -> None:
     log = read_log(log_file)
     steps = ["built", "step", "step", "switch", "step", "switch", "step"]
-    told = [entry for entry in log if entry["event"] != "memory"]
+    told = [entry for entry in log if entry["event"] not in ("memory", "trace")]
     assert events(told) == ["start", *steps, "evaluation", "plan"]
     assert [entry["variant"] for entry in log if entry["event"] == "step"] == ["short", "short", "long", "short"]
     assert [entry["longest"] for entry in log if entry["event"] == "step"] == [8, 8, 12, 8]
@@ -339,34 +340,6 @@ def test_every_kind_of_entry_has_a_text(log_file: Path) -> None:
     texts = [entry_text(entry) for entry in read_log(log_file)]
     assert all(texts)
     assert entry_text({"event": "health", "step": 3, "rates": {}}) == "step 3: all devices are as they were measured"
-
-
-class Writer:
-    """Remembers what TensorBoard's writer would have been told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.told.append((tag, value, step))
-
-
-def test_scalars_are_the_numbers_of_steps_and_of_health() -> None:
-    writer = Writer()
-    scalars = Scalars(writer)
-    for entry in entries(state(3, "short"), state(4, "short", rates={1: 2.0}), Batch(128, 2.0, (0.5,), 0.25)):
-        scalars.tell(entry)
-    assert ("hetu_fx/step_seconds", 2.0, 4) in writer.told
-    assert ("hetu_fx/loss", 0.25, 4) in writer.told
-    assert ("hetu_fx/predicted_seconds", 1.5, 4) in writer.told
-    assert ("hetu_fx/compute_seconds/0", 0.5, 4) in writer.told
-    assert ("hetu_fx/rate/1", 2.0, 4) in writer.told
-
-
-def test_without_tensorboard_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
-    with pytest.raises(EnvironmentProblem, match="pip install tensorboard"):
-        tensorboard_writer("anywhere")
 
 
 def test_lines_are_on_disk_before_the_log_is_closed(tmp_path: Path) -> None:

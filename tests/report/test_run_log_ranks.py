@@ -75,6 +75,39 @@ def check_a_process_that_does_not_log_is_waited_for_by_none(rank: int, world: in
         assert (peaks[0] > 1e8, peaks[1]) == (True, 0)
 
 
+def check_a_function_on_each_rank_gets_equal_steps(rank: int, world: int, folder: Path) -> None:
+    import json
+
+    torch.manual_seed(3)
+    x = torch.randn(8, 8)
+    cluster = Cluster.on_paper([3e9, 1e9])
+    model: Any = hetu_fx.auto_parallelize(Tower(), (x,), plan=PLANS[0], cluster=cluster, data="global")
+    seen: list[dict[str, Any]] = []
+    with model.hetu.on("step", seen.append):
+        for _ in range(STEPS):
+            model(x).backward()
+            model.zero_grad()
+    of_own_clock = ("time", "seconds", "rows_per_second", "mfu", "compute_seconds", "host_seconds")
+    assert all(key in step for step in seen for key in ("loss", "rows_per_second", "mfu"))
+    told = [{key: value for key, value in step.items() if key not in of_own_clock} for step in seen]
+    (folder / f"steps_{rank}.json").write_text(json.dumps(told))
+    torch.distributed.barrier()
+    assert told == json.loads((folder / f"steps_{1 - rank}.json").read_text())
+    assert len(told) == STEPS
+
+
+def check_spans_of_all_ranks_that_log_come_to_the_log_of_the_first(rank: int, world: int, folder: Path) -> None:
+    for number, plan in enumerate(PLANS):
+        file = folder / f"spans_{number}.jsonl"
+        run(rank, plan, file, logs=True)
+        if rank == 0:
+            traces = [entry for entry in read_log(file) if entry["event"] == "trace"]
+            assert sorted(entry["rank"] for entry in traces) == [0, 1], traces
+            assert {entry["step"] for entry in traces} == {3}
+            for entry in traces:
+                assert {"compute", "communication"} <= {kind for _, kind, _, _ in entry["spans"]}, entry
+
+
 class Pairs(Tower):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         u = self.blocks[0](x)

@@ -19,9 +19,9 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.link_load import Resource
 from hetu_fx.planner.simulate.events import Times
 from hetu_fx.planner.simulate.jobs import Job, Jobs
-from hetu_fx.planner.simulate.timeline import MEMORY, Counter, Event, Timeline
-from hetu_fx.planner.simulate.timeline_picture import WORK
 from hetu_fx.plans.schedule import Phase
+from hetu_fx.show.lanes import WORK
+from hetu_fx.show.timeline import MEMORY, Counter, Event, Timeline
 
 _PHASE = frozenset(Phase)
 _PIPELINES: tuple[str, ...] = ("host", *Phase, "send", "communication", "finish")

@@ -12,8 +12,8 @@ from typing import Any
 
 from hetu_fx.report.page import losses, memory, steps, timeline, told, traffic
 from hetu_fx.report.run import LoggedRun
-from hetu_fx.report.run_log import Entry
 from hetu_fx.report.summary import entry_text
+from hetu_fx.report.updates import Entry
 from hetu_fx.show.markup import page
 
 

@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from hetu_fx.report.run import LoggedRun
-from hetu_fx.report.run_log import Entry
 from hetu_fx.report.summary import HEADER, summaries, variant_row
+from hetu_fx.report.updates import Entry
 from hetu_fx.show.charts import Scale, assign_colours, boxes, levels, places, plot, shares
 from hetu_fx.show.markup import keys, note, number, table
 

@@ -11,10 +11,11 @@ from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.planner.simulate.timeline_picture import colours, device_lane
 from hetu_fx.report.page.told import UNKNOWN
 from hetu_fx.report.run import LoggedRun
-from hetu_fx.show.charts import WIDTH, lane
+from hetu_fx.show.lanes import colours, events_lane
 from hetu_fx.show.markup import keys, note, number, table
+from hetu_fx.show.timeline import Event, Timeline
 
-_MEASURED = "#4a7fd0"
+_COMPUTE = colours([Event(0, "", 0.0, 0.0, "compute")])
 _HEADER = ("device", "predicted compute", "measured", "ratio", "predicted idle", "measured not computing")
 
 
@@ -56,15 +57,18 @@ def html(run: LoggedRun) -> str:
     """Return lanes of devices for each variant, a predicted and a measured one, on one scale, and the numbers."""
     if not run.shown:
         return note(UNKNOWN) * bool(run.steps and run.cluster is None)
-    events = [event for step in run.on_paper.values() for event in step.timeline.events]
-    return keys(colours(events) | {"measured compute": _MEASURED}) + "".join(_variant(run, name) for name in run.shown)
+    predicted = [event for step in run.on_paper.values() for event in step.timeline.events]
+    measured = [event for step in run.traced.values() for event in step.events]
+    return keys({**colours(predicted), **colours(measured), **_COMPUTE}) + "".join(_variant(run, n) for n in run.shown)
 
 
 def _variant(run: LoggedRun, name: str) -> str:
-    step, told = run.on_paper.get(name), _variant_data(run, name)
+    told = _variant_data(run, name)
     predicted, measured = told["predicted_seconds"], told["measured_seconds"]
-    whole = max(predicted or 0.0, measured or 0.0, 0.0 if step is None else step.seconds) or 1.0
-    lanes = [lane for device in told["devices"] for lane in _lanes(step, device, measured, whole)]
+    step, traced = run.on_paper.get(name), run.traced.get(name)
+    drawn = [made.seconds for made in (step, traced) if made is not None]
+    whole = max(predicted or 0.0, measured or 0.0, *drawn, 0.0) or 1.0
+    lanes = [lane for device in told["devices"] for lane in _lanes(step, traced, device, whole)]
     title = f"{name}: predicted {_known(predicted)}, measured {_known(measured)}"
     ends = f'<div class="axis"><span>0</span><span>{seconds_text(whole)}</span></div>'
     pictures = f'<div class="lanes" tabindex="0">{"".join(lanes)}</div><div class="lane"><span></span>{ends}</div>'
@@ -75,21 +79,18 @@ def _known(seconds: float | None) -> str:
     return "not known" if seconds is None else seconds_text(seconds)
 
 
-def _lanes(step: Simulation | None, device: dict[str, Any], measured: float | None, whole: float) -> Iterator[str]:
-    rank, computed = device["device"], device["measured_compute_seconds"]
+def _lanes(step: Simulation | None, traced: Timeline | None, device: dict[str, Any], whole: float) -> Iterator[str]:
+    """Yield what a device was predicted to do, and what it did: in the step that was traced, or in a median one."""
+    rank = device["device"]
     if step is not None:
-        yield device_lane(rank, step.timeline.of(rank), step.timeline.start_seconds, whole)
-    if computed is not None and measured is not None:
-        yield lane("measured" if step is not None else f"device {rank}", _measured(computed, measured, whole), " more")
-
-
-def _measured(computed: float, step: float, whole: float) -> str:
-    told = f"computes {seconds_text(computed)} of {seconds_text(step)}"
-    return (
-        f'<rect width="{step / whole * WIDTH:.1f}" height="20" fill="none" stroke="{_MEASURED}"/>'
-        f'<rect width="{computed / whole * WIDTH:.1f}" height="20" fill="{_MEASURED}">'
-        f"<title>{escape(told)}</title></rect>"
-    )
+        yield events_lane(f"device {rank}", step.timeline.of(rank), step.timeline.start_seconds, whole)
+    measured = () if traced is None else traced.of(rank)
+    label = f"device {rank}" if step is None else "measured"
+    if measured:
+        yield events_lane(label, measured, 0.0, whole, " more")
+    elif device["measured_compute_seconds"] is not None:
+        computes = Event(rank, "computes in all", 0.0, device["measured_compute_seconds"], "compute")
+        yield events_lane(label, [computes], 0.0, whole, " more")
 
 
 def _row(device: dict[str, Any], measured: float | None) -> list[str]:

@@ -41,8 +41,8 @@ from examples.demo.settings import FULL, QUICK, DemoSettings
 from examples.demo.training import health_text
 from hetu_fx.batches.packing import IGNORED
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.planner.simulate.timeline import Event, Timeline
 from hetu_fx.plans.plan import Plan
+from hetu_fx.show.timeline import Event, Timeline
 
 PIECES = (b"def short(): pass", b"x" * 1000, b"y = 1")
 USUAL, LONG, NEW = "usual", "long", "rates 1=2.5"

@@ -6,8 +6,8 @@ import pytest
 
 from examples.demo.terms import PREDICTED, StepTerms, covered
 from hetu_fx.planner.price.step import TERMS
-from hetu_fx.planner.simulate.timeline import Event
 from hetu_fx.plans.prediction import DeviceCost
+from hetu_fx.show.timeline import Event
 
 EVENTS = [
     Event(0, "step 1: forward", 0.0, 1.0, "forward"),

@@ -9,11 +9,11 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.simulate.simulate import simulate
 from hetu_fx.planner.simulate.simulation import Simulation
-from hetu_fx.planner.simulate.timeline import Event
 from hetu_fx.planner.values.exchanged_values import TiedParameter
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Schedule, Stage
+from hetu_fx.show.timeline import Event
 from tests.planner.examples import paper, transformer
 
 WORK = ("forward", "backward", "input gradient", "weight gradient")

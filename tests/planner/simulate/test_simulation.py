@@ -3,6 +3,7 @@ import pytest
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.planner.simulate.simulate import simulate
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.show.timeline import chrome_trace
 from tests.planner.examples import paper, transformer
 
 SLOW = Link(2e7, 1e-5)
@@ -22,7 +23,7 @@ def test_a_step_says_what_is_hidden_and_what_is_lost_and_how_busy_links_are() ->
     assert max(use.lost for use in step.uses.values()) > 0
     assert {one.link for one in step.links} >= {"out of node 0", "into node 1"}
     assert "lost by sharing links" in str(step)
-    names = {event["name"] for event in step.timeline.to_chrome()["traceEvents"]}
+    names = {event["name"] for event in chrome_trace([step.timeline])["traceEvents"]}
     assert "out of node 0 is busy" in names
 
 

@@ -1,8 +1,14 @@
 from html.parser import HTMLParser
 from pathlib import Path
 
+<<<<<<<< HEAD:tests/planner/simulate/test_timeline_picture.py
 from hetu_fx.planner.simulate.timeline import Counter, Event, Timeline
 from hetu_fx.planner.simulate.timeline_picture import html, write_html
+========
+from hetu_fx.plans.schedule import Phase
+from hetu_fx.show.lanes import WORK, lanes_html, write_html
+from hetu_fx.show.timeline import Counter, Event, Timeline
+>>>>>>>> h2:tests/show/test_lanes.py
 
 STEP = Timeline(
     (Event(0, "forward 0", 1.0, 2.0, "forward"), Event(3, "<b> & co", 2.0, 4.0, "send")),
@@ -34,16 +40,15 @@ class Reader(HTMLParser):
 
 
 def test_every_event_is_a_box_at_its_time_with_its_name() -> None:
-    page = Reader(html(STEP))
+    page = Reader(lanes_html(STEP))
     boxes = [attrs for tag, attrs in page.tags if tag == "rect"]
     assert page.open == []
     assert [(box["x"], box["width"]) for box in boxes] == [("0.0", "333.3"), ("333.3", "666.7")]
     assert "<b> & co: 2 s from 1 s" in page.texts
-    assert "a <step>" in page.texts
 
 
 def test_counters_are_steps_under_their_device() -> None:
-    (curve,) = [attrs["points"] for tag, attrs in Reader(html(STEP)).tags if tag == "polyline"]
+    (curve,) = [attrs["points"] for tag, attrs in Reader(lanes_html(STEP)).tags if tag == "polyline"]
     assert curve is not None
     points = [tuple(map(float, point.split(","))) for point in curve.split()]
     assert [left for left, _ in points] == [0.0, 666.7, 666.7, 1000.0]
@@ -55,9 +60,15 @@ def test_counters_are_steps_under_their_device() -> None:
 def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     write_html(STEP, tmp_path / "step.html")
     text = (tmp_path / "step.html").read_text()
-    assert text == html(STEP)
+    assert lanes_html(STEP) in text
+    assert "a <step>" in Reader(text).texts
     assert not [tag for tag, attrs in Reader(text).tags if tag in ("script", "link", "img") or "href" in attrs]
 
 
 def test_an_empty_timeline_is_a_page_too() -> None:
-    assert Reader(html(Timeline(()))).open == []
+    assert Reader(lanes_html(Timeline(()))).open == []
+
+
+def test_all_phases_of_a_schedule_are_work_and_messages_are_none() -> None:
+    assert set(Phase) < WORK
+    assert not WORK & {"send", "gather", "gradients", "communication", "group creation"}

@@ -1,7 +1,7 @@
 """Timelines: what each device did, or will do, and when.
 
-Measured steps and simulated ones are the same type, so they can be laid side by side. A timeline becomes a
-Chrome trace (chrome://tracing, Perfetto), a picture, or a page (`hetu_fx.planner.simulate.timeline_picture`).
+Measured steps and simulated ones are the same type, so they can be laid side by side. Timelines become a Chrome trace,
+which Perfetto and chrome://tracing read, or a page of lanes (`hetu_fx.show.lanes`).
 """
 
 from __future__ import annotations
@@ -9,25 +9,27 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass
-from io import BytesIO
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hetu_fx.base.documents import write_atomically
 from hetu_fx.base.words import seconds_text
-from hetu_fx.errors import EnvironmentProblem, StateError
-from hetu_fx.planner.simulate.timeline_picture import draw
+from hetu_fx.errors import StateError
+from hetu_fx.show.lanes import lanes_html
+from hetu_fx.show.markup import alone
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a device (rank) did; `kind` groups events, `name` tells them apart."""
+    """Something that a device (rank) did; `kind` groups events, `name` tells them apart, `facts` are for the trace."""
 
     device: int
     name: str
     start_seconds: float
     end_seconds: float
     kind: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.start_seconds) and math.isfinite(self.end_seconds)):
@@ -117,57 +119,49 @@ class Timeline:
         """Return the share of the whole time in which the device was in no event."""
         return 1.0 - self.busy_seconds(device) / self.seconds if self.seconds else 0.0
 
-    def to_chrome(self) -> dict[str, Any]:
-        """Return a Chrome trace: one process, one thread per device, times in microseconds from the start."""
-        start = self.start_seconds
-        names = [_thread_name(device) for device in self.devices]
-        values = [value for counter in self.counters for value in _chrome_values(counter, start)]
-        return {
-            "displayTimeUnit": "ms",
-            "otherData": {"name": self.name},
-            "traceEvents": [*names, *values, *(_chrome_event(event, start) for event in self.events)],
-        }
-
     def write_chrome(self, path: str | os.PathLike[str]) -> None:
-        """Write the Chrome trace as JSON, atomically."""
-        write_atomically(path, json.dumps(self.to_chrome()) + "\n")
+        """Write it as a Chrome trace, atomically."""
+        write_trace(path, [self])
 
-    def write_png(self, path: str | os.PathLike[str]) -> None:
-        """Draw the timeline, a row per device, and what each holds. Raises `EnvironmentProblem` without matplotlib."""
-        draw(self, os.fspath(path))
-
-    def _repr_png_(self) -> bytes | None:
-        """Return the picture for notebooks, which show the text where there is none."""
-        drawn = BytesIO()
-        try:
-            draw(self, drawn)
-        except EnvironmentProblem:
-            return None
-        return drawn.getvalue()
+    def _repr_html_(self) -> str:
+        """Return the lanes for notebooks."""
+        return alone(lanes_html(self))
 
     def __str__(self) -> str:
         rows = [f"device {d}: busy {seconds_text(self.busy_seconds(d))}" for d in self.devices]
         return "\n".join((f"{self.name}: {seconds_text(self.seconds)}", *rows))
 
 
-def _thread_name(device: int) -> dict[str, Any]:
-    return {"ph": "M", "pid": 0, "tid": device, "name": "thread_name", "args": {"name": f"device {device}"}}
+def write_trace(path: str | os.PathLike[str], timelines: Sequence[Timeline]) -> None:
+    """Write timelines as one Chrome trace (JSON), which Perfetto and chrome://tracing read; atomically."""
+    write_atomically(path, json.dumps(chrome_trace(timelines)) + "\n")
 
 
-def _chrome_event(event: Event, start: float) -> dict[str, Any]:
-    times = {"ts": (event.start_seconds - start) * 1e6, "dur": event.seconds * 1e6}
-    return {
-        "ph": "X",
-        "pid": 0,
-        "tid": event.device,
-        "name": event.name,
-        "cat": event.kind or "other",
-        **times,
-    }
+def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """Return a Chrome trace: a process for each timeline, a thread for each device.
+
+    Times are in microseconds from the start of the first timeline.
+    """
+    start = min((one.start_seconds for one in timelines if one.events), default=0.0)
+    events = [event for number, one in enumerate(timelines) for event in _trace_events(number, one, start)]
+    return {"displayTimeUnit": "ms", "otherData": {"name": _names(timelines)}, "traceEvents": events}
 
 
-def _chrome_values(counter: Counter, start: float) -> list[dict[str, Any]]:
-    return [
-        {"ph": "C", "pid": 0, "name": counter.label, "ts": (seconds - start) * 1e6, "args": {counter.name: value}}
-        for seconds, value in counter.values
-    ]
+def _names(timelines: Sequence[Timeline]) -> str:
+    return "; ".join(one.name for one in timelines)
+
+
+def _trace_events(process: int, timeline: Timeline, start: float) -> Iterator[dict[str, Any]]:
+    """Yield what names the process and its threads, then its counters and its events."""
+    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": timeline.name}}
+    for device in timeline.devices:
+        name = {"name": f"device {device}"}
+        yield {"ph": "M", "pid": process, "tid": device, "name": "thread_name", "args": name}
+    for one in timeline.counters:
+        for seconds, value in one.values:
+            at = (seconds - start) * 1e6
+            yield {"ph": "C", "pid": process, "name": one.label, "ts": at, "args": {one.name: value}}
+    for event in timeline.events:
+        what = {"name": event.name, "cat": event.kind or "other", "args": dict(event.facts)}
+        times = {"ts": (event.start_seconds - start) * 1e6, "dur": event.seconds * 1e6}
+        yield {"ph": "X", "pid": process, "tid": event.device, **what, **times}

@@ -1,4 +1,4 @@
-"""Scripts in the style of repositories, with the one line: on one process and on two, what plain PyTorch makes of them."""
+"""Scripts in the style of repositories, with the one line: one process and two make of them what plain PyTorch does."""
 
 from __future__ import annotations
 

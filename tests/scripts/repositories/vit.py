@@ -57,12 +57,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     for epoch in range(args.epochs):
         train.sampler.set_epoch(epoch)
-        model.train()
+        model.eval()
         if rank == 0:
             x, y = validation.dataset[:3]
             with torch.no_grad():
                 loss = model(x, y).loss if args.plan else criterion(model(x), y)
                 log(epoch=epoch, first_loss=loss.item(), first=model(x).argmax(1).tolist())
+        model.train()
         for x, y in train:
             loss = model(x, y).loss if args.plan else criterion(model(x), y)
             loss.backward()

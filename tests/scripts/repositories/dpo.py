@@ -1,4 +1,4 @@
-"""DPO by trl's trainer: pairs of answers, a reference model that stays as it was, logged rewards."""
+"""DPO by trl's trainer: pairs of answers, a reference model that stays as it was."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = DPOConfig(
         output_dir=str(args.out / "run"), beta=args.beta, learning_rate=args.lr, optim="sgd",
         per_device_train_batch_size=args.batch_size // world, per_device_eval_batch_size=args.batch_size // world,
-        num_train_epochs=args.epochs, lr_scheduler_type="cosine", warmup_steps=1, max_grad_norm=args.clip,
+        num_train_epochs=args.epochs, lr_scheduler_type="cosine", max_grad_norm=args.clip,
         eval_strategy="epoch", logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
         bf16=False, gradient_checkpointing=False, seed=args.seed,
     )  # fmt: skip
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         processing_class=tokenizer(),
     )  # fmt: skip
     trainer.train()
-    names = ("loss", "grad_norm", "learning_rate", "rewards/margins")
+    names = ("loss", "grad_norm", "learning_rate")  # rewards of the first steps are rounding
     for entry in trainer.state.log_history:
         found = {name: value for name, value in entry.items() if name.removeprefix("eval_") in names}
         if found:

@@ -76,7 +76,8 @@ def auto_parallelize(
             already is cut to this process's part, and moves with the parameters (`model.hetu.switch_home`).
         loss_fn: for a model that returns no loss: called with the output and what it names of the batch (all of it
             where it takes `**batch`). Names that forward does not have are the loss's alone, after forward's:
-            `auto_parallelize(model, (x, y), loss_fn=nn.CrossEntropyLoss())`, then `model(x, y).loss`.
+            `auto_parallelize(model, (x, y), loss_fn=nn.CrossEntropyLoss())`, then `model(x, y).loss`; in
+            evaluation `model(x)` returns the output alone.
         data: "per_rank": each process passes its own rows (the global batch is all of them, in rank order);
             "global": every process passes the same whole batch.
         outputs: which outputs other than the loss come back: "all", or "loss" never, or "auto": in evaluation, and in

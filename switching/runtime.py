@@ -32,8 +32,10 @@ from hetu_fx.comm_ops.wire.consensus import (
 )
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import CommError, StateError
+from hetu_fx.graph.bind import LossCall, as_call
 from hetu_fx.plans.homes import choose_homes, speeds
 from hetu_fx.plans.plan import Plan
+from hetu_fx.program.batch import batch_from_call
 from hetu_fx.switching.eviction import IdleMemory
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.parameters import Buffers, bring_home
@@ -256,9 +258,15 @@ class Runtime:
     def _run_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a batch without gradients on this rank, as the plain module; the others wait, and will find it later."""
         _log.info("rank %d calls the model alone: it runs whole here", self.table.rank)
+        forward, loss_fn = self.execution.forward, self.execution.loss_fn
+        call = LossCall(forward, loss_fn)
+        batch = batch_from_call(call.signature, args, kwargs)
+        given, named = as_call(batch)
         with self.whole.opened(alone=True):
-            output, loss_fn = self.execution.forward(*args, **kwargs), self.execution.loss_fn
-        return output if loss_fn is None else LossAndOutput(loss_fn(output, *args, **kwargs), output)
+            output = forward(*given, **call.of_model(named))
+            if loss_fn is None or call.missing(batch):
+                return output
+            return LossAndOutput(loss_fn(output, *given, **call.of_loss(named)), output)
 
     def _by_rows(self, batch: Reading[Any], facts: StepFacts) -> Division[Any]:
         """Return a batch of rows as one part, of the variant that is chosen for it."""
@@ -402,7 +410,7 @@ class Runtime:
             self.times.train(self.current, self.switches, builds=self.idle.events.count > built)
         joined = division.joined(made)
         self.report.loss = SeenLoss(joined.loss)
-        return joined.output if self.execution.loss_fn is None else joined
+        return joined.output if self.execution.loss_fn is None or joined.loss is None else joined
 
     @property
     def _trains(self) -> bool:

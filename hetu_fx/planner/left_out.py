@@ -12,9 +12,6 @@ from hetu_fx.planner.search.problem import Problem, predict_by_costs
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.prediction import Prediction
 
-MOST_DEVICES = 64
-"""Of larger clusters only the number of devices left out is told: pricing would take long there."""
-
 FACTORS = tuple(1 << power for power in range(1, 11))
 """So many times the link between nodes, or the rows, are tried."""
 
@@ -26,7 +23,7 @@ Groups = Sequence[tuple[int, ...]]
 
 def with_reasons(plan: Plan, problem: Problem) -> Plan:
     """Return a predicted plan that says of each kind of devices that it leaves out why, and what brings them in."""
-    if plan.predicted is None or plan.has_program or len(problem.cluster.devices) > MOST_DEVICES:
+    if plan.predicted is None or plan.has_program:
         return plan
     return replace(plan, predicted=replace(plan.predicted, left_out_why=tuple(_reasons(plan, problem))))
 

@@ -96,10 +96,10 @@ def wants_values(outputs: str, *, has_loss: bool, training: bool) -> bool:
 
 
 class LossAndOutput(NamedTuple):
-    """What a step returns on this rank, and a model with a loss_fn to its caller.
+    """What a step returns on this rank, and a model with a loss_fn to its caller where there is a loss.
 
-    The loss is that of the whole batch, None if there is none. The output is as the model returns it, None in the place
-    of objects, and a tensor that was not brought back says so when it is used.
+    The loss is that of the whole batch, None if there is none: then the caller gets the output alone. The output is as
+    the model returns it, None in the place of objects, and a tensor that was not brought back says so when it is used.
     """
 
     loss: Tensor | None

@@ -63,3 +63,13 @@ def test_a_device_that_has_no_room_and_one_that_is_too_few_say_so() -> None:
 
 def test_a_plan_of_all_devices_has_no_reasons() -> None:
     assert reasons(Plan.data_parallel([0, 1, 2]).with_blocks(COSTS.num_blocks), problem()) == ()
+
+
+def test_each_kind_of_devices_of_a_large_cluster_has_its_reason() -> None:
+    kinds = ["fast"] * 64 + ["middle"] * 32 + ["slow"] * 32
+    nodes = [f"n{rank // 8}" for rank in range(128)]
+    large = Cluster.on_paper([2e12] * 64 + [1e12] * 64, nodes=nodes, kinds=kinds, inter=Link(1e7, 1e-4))
+    plan = Plan.data_parallel(range(64)).with_blocks(COSTS.num_blocks)
+    asked = Problem(Profile(transformer(rows=256, width=128)), large)
+    told = reasons(plan, asked)
+    assert [why.split(": with them a step takes ")[0] for why in told] == ["64-95 (middle)", "96-127 (slow)"]

@@ -1,14 +1,9 @@
 from html.parser import HTMLParser
 from pathlib import Path
 
-<<<<<<<< HEAD:tests/planner/simulate/test_timeline_picture.py
-from hetu_fx.planner.simulate.timeline import Counter, Event, Timeline
-from hetu_fx.planner.simulate.timeline_picture import html, write_html
-========
 from hetu_fx.plans.schedule import Phase
 from hetu_fx.show.lanes import WORK, lanes_html, write_html
 from hetu_fx.show.timeline import Counter, Event, Timeline
->>>>>>>> h2:tests/show/test_lanes.py
 
 STEP = Timeline(
     (Event(0, "forward 0", 1.0, 2.0, "forward"), Event(3, "<b> & co", 2.0, 4.0, "send")),

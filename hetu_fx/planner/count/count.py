@@ -75,9 +75,10 @@ class FlopCounter:
     def _without_symbols(self, value: Any) -> Any:
         match value:
             case torch.Tensor():
-                return torch.empty(list(map(self._size_of, value.shape)), dtype=value.dtype, device="meta")
+                sizes = [_counted_as(self._size_of(size)) for size in value.shape]
+                return torch.empty(sizes, dtype=value.dtype, device="meta")
             case torch.SymInt():
-                return self._size_of(value)
+                return _counted_as(self._size_of(value))
             case _:
                 return value
 
@@ -388,7 +389,12 @@ def value_bytes(node: fx.Node, size_of: SizeOf = meta.hint) -> int:
 
 def _numel(tensor: torch.Tensor, size_of: SizeOf) -> int:
     sizes = map(size_of, tensor.shape)
-    return math.prod(1 if size == meta.DATA_DEPENDENT else size for size in sizes)  # which nobody knows
+    return math.prod(map(_counted_as, sizes))
+
+
+def _counted_as(size: int) -> int:
+    """Return a size, 1 for one that only the values of a batch tell, which nobody knows."""
+    return 1 if size == meta.DATA_DEPENDENT else size
 
 
 def owners(graph: Graph, mixed: Collection[fx.Node], part_of: Callable[[fx.Node], int]) -> dict[fx.Node, int]:

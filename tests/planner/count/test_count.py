@@ -221,3 +221,20 @@ def test_both_values_of_a_recurrent_op_are_counted_as_kept() -> None:
     assert costs.whole.parameter_bytes == sum(parameter.numel() for parameter in model.parameters()) * 4
     outputs, last = 5 * 6 * 4, 6 * 4
     assert costs.whole.activation_bytes >= outputs + last
+
+
+class ByLabels(nn.Module):
+    """Makes as many numbers as there are different labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).mean() * torch.ones(torch.unique(labels).numel()).sum()
+
+
+def test_an_op_that_makes_as_many_values_as_values_tell_is_counted_too() -> None:
+    program = make_program(capture(ByLabels(), {"x": torch.randn(8, 6), "labels": torch.arange(8) % 4}), frozenset())
+    costs = program_costs(program, memory=False)
+    assert costs.before.flops + costs.after.flops == 2 * 6 * 6

@@ -19,9 +19,10 @@ from hetu_fx.base.device_types import HOST, DeviceType, device_type_record
 from hetu_fx.base.forked import settle_after_fork
 from hetu_fx.base.frameworks import launchers, torch_optimizer
 from hetu_fx.base.launcher_end import end_with_torchrun
-from hetu_fx.base.progress import telling
+from hetu_fx.base.progress import PhaseSeconds, telling
 from hetu_fx.base.torch_private import OPTIMIZED_MODULE
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.host import memory_limits
 from hetu_fx.comm_ops.wire.consensus import agree, all_gather_object, broadcast_from_rank0, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable, using, watched_group
 from hetu_fx.comm_ops.wire.peers.mail import open_mail
@@ -35,6 +36,7 @@ from hetu_fx.graph.shared_memory import overlapping
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.count.optimizer_state import optimizer_state_of, takes_sparse_gradients_alone
 from hetu_fx.planner.module_program import ModuleProgram, PlannedModule
+from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import Choice
 from hetu_fx.planner.values.program import ProgramCosts
@@ -61,6 +63,7 @@ from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 Plans = Plan | Sequence[Plan] | str | Path
 
 _WITHOUT_GAIN_COMPILED = ("zero_bubble",)  # compiled backwards make all gradients at once
+_NEGLIGIBLE = 1 / 64  # of a device's memory: what needs less leaves all plans room
 
 
 @dataclass(frozen=True)
@@ -99,43 +102,42 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     Ranks agree on what each has found out alone, on their examples, on what rank 0 finds out for all (graphs of
     examples of unequal sizes differ), and on what follows from that.
     """
-    settle_after_fork()
-    end_with_torchrun()
-    join_world()
-    table = GroupTable(watched_group(wanted.process_group, wanted.settings.wait_seconds))
-    _warn_if_alone(table)
-    _warn_of_layout(wanted.model, table)
-    _check_group(table)
-    own = _device_of(wanted.model)
-    types = all_gather_object(table, own.type)
-    table.know_types(types)
-    table.connect(own)
-    open_mail(table)
-    open_rounds(table)
-    is_mixed = len(set(types)) > 1
-    raise_on_all_ranks(table, lambda: _check_optimizer(wanted.optimizer, table.size))
-    execution, program, example, plans, cluster = raise_on_all_ranks(
-        table, lambda: _found(wanted, table.size, is_mixed=is_mixed)
-    )
+    spent = PhaseSeconds()
+    with spent.of("meet the other ranks"):
+        table, is_mixed, least_bytes = _joined_ranks(wanted)
+    with spent.of("capture"):
+        execution, program, example, plans, cluster = raise_on_all_ranks(
+            table, lambda: _found(wanted, table.size, is_mixed=is_mixed)
+        )
     with using(table):
-        rows_of_all = _agreed_rows(table, example, shared=wanted.settings.shared)
-        costs, seed = broadcast_from_rank0(table, lambda: _costs_and_seed(wanted, program, rows_of_all))
+        with spent.of("count costs"):
+            rows_of_all = _agreed_rows(table, example, shared=wanted.settings.shared)
+            least_bytes = least_bytes if cluster is None else min(d.memory_bytes for d in cluster.devices)
+            costs, seed = broadcast_from_rank0(
+                table, lambda: _costs_and_seed(wanted, program, rows_of_all, _NEGLIGIBLE * least_bytes)
+            )
         table.topology = cluster
         if cluster is not None and set(cluster.ranks) == set(range(table.size)):
             table.set_links(cluster.ways, cluster.nodes)
         planned = program.at(costs)
         tried = _tried_plans(wanted, execution, make_try, table)
         if plans is None:
-            device = str(next(wanted.model.parameters()).device)
-            with telling("measuring devices and links"):
-                cluster = table.topology = cluster or Cluster.measure(table, device=device)
-            plans = (_auto_plan(planned, cluster, tried, table),)
-        priced, layouts = raise_on_all_ranks(table, partial(_checked, wanted, execution, plans, costs, cluster, table))
-        for plan in priced:
-            tried.ask(plan)
+            with spent.of("measure"), telling("measuring devices and links"):
+                cluster = table.topology = cluster or _measured(wanted, costs, table)
+            with spent.of("plan"):
+                plans = (_auto_plan(planned, cluster, tried, table),)
+        with spent.of("place parameters"):
+            priced, layouts = raise_on_all_ranks(
+                table, partial(_checked, wanted, execution, plans, costs, cluster, table)
+            )
+        with spent.of("try the plan"):
+            for plan in priced:
+                tried.ask(plan)
         planner = _planner_like(() if wanted.plan == "auto" else plans, _as_tried(planned, tried))
     settings = replace(wanted.settings, seed=seed)
-    runtime = make_runtime(wanted.model, wanted.optimizer, table, execution, priced, layouts, settings)
+    with spent.of("place parameters"):
+        runtime = make_runtime(wanted.model, wanted.optimizer, table, execution, priced, layouts, settings)
+    runtime.prepared_seconds = spent.seconds
     health = wanted.settings.health
     calibrates = wanted.cluster is None
     adaptation = Adaptation(runtime, costs, cluster, planner, health=health, calibrates=calibrates, tried=tried)
@@ -144,6 +146,35 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     if cluster is not None:
         adaptation.replanning.begin()
     return runtime, adaptation
+
+
+def _joined_ranks(wanted: Preparation) -> tuple[GroupTable, bool, float]:
+    """Return the ranks, ready to send to each other; collective.
+
+    And whether they compute on several types of devices, and the bytes of the least memory that one of them has.
+    """
+    settle_after_fork()
+    end_with_torchrun()
+    join_world()
+    table = GroupTable(watched_group(wanted.process_group, wanted.settings.wait_seconds))
+    _warn_if_alone(table)
+    _warn_of_layout(wanted.model, table)
+    _check_group(table)
+    own = _device_of(wanted.model)
+    room = min(size for _, size in memory_limits(str(own))) / table.size  # which others may share
+    types, rooms = zip(*all_gather_object(table, (own.type, room)), strict=True)
+    table.know_types(types)
+    table.connect(own)
+    open_mail(table)
+    open_rounds(table)
+    raise_on_all_ranks(table, lambda: _check_optimizer(wanted.optimizer, table.size))
+    return table, len(set(types)) > 1, min(rooms)
+
+
+def _measured(wanted: Preparation, costs: ProgramCosts, table: GroupTable) -> Cluster:
+    """Measure devices and links for as long as some steps take; collective."""
+    flops = FORWARD_AND_BACKWARD * costs.rows * costs.whole.flops
+    return Cluster.measure(table, device=str(_device_of(wanted.model)), step_flops=flops)
 
 
 def _agreed_rows(table: GroupTable, example: Reading[Any], *, shared: bool) -> int:
@@ -326,7 +357,7 @@ def _warn_if_alone(table: GroupTable) -> None:
         ways = " or ".join(f"'{launcher.two_processes}'" for launcher in launchers())
         warnings.warn(
             f"hetu_fx runs on ONE process although a launcher started this script; for two CPU processes use {ways}",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -338,7 +369,7 @@ def _warn_of_layout(model: nn.Module, table: GroupTable) -> None:
             "the default layout: convolutions run in channels_last where the rows of a rank's own inputs are, and "
             "convert weights each time; results are equal up to rounding\nhint: pass inputs in channels_last too, of "
             "even shares",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -461,9 +492,10 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, ranks: int) -> Non
 
 
 def _costs_and_seed(
-    wanted: Preparation, program: CapturedProgram | ModuleProgram, rows: int
+    wanted: Preparation, program: CapturedProgram | ModuleProgram, rows: int, negligible_bytes: float
 ) -> tuple[ProgramCosts, int]:
-    costs = program.costs(rows, memory=wanted.plan == "auto" or wanted.cluster is not None)
+    asks = wanted.plan == "auto" or wanted.cluster is not None
+    costs = program.costs(rows, memory=asks, negligible_bytes=negligible_bytes)
     costs = replace(costs, state=_state(wanted))
     return costs, torch.initial_seed() % 2**62 if wanted.settings.seed is None else wanted.settings.seed
 

@@ -126,12 +126,12 @@ def program_costs(
     """
     assert not (memory and sizes), "what parts hold is known at the example's sizes"
     own = shares or program.work_shares()
-    how = {"rows": rows, "memory": memory, "negligible_bytes": negligible_bytes, "sizes": sizes}
-    costs = _counted(program, own, **how)
+    counted = partial(_counted, program, rows=rows, memory=memory, negligible_bytes=negligible_bytes, sizes=sizes)
+    costs = counted(own)
     wide = program.wide_work_shares(own.asked) if memory and _is_of(own, program) else None
     if wide is None:
         return costs
-    return replace(costs, wide=_counted(program, wide, **how))
+    return replace(costs, wide=counted(wide))
 
 
 def _is_of(shares: WorkShares, program: Program) -> bool:

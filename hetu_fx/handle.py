@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.base.progress import telling
+from hetu_fx.base.words import seconds_text
 from hetu_fx.checkpoint.checkpoint import load_model, save_model
 from hetu_fx.checkpoint.on_signal import SaveOnSignal
 from hetu_fx.checkpoint.snapshots import STOPPED_SECONDS, Snapshots
@@ -82,9 +83,10 @@ class Handle:
 
         `variant`, `rows` per pipeline and this process's `compute_seconds` are those of the last step, as are its
         `host_seconds`: in our calls, without the model's own ops and without waiting for others. `groups` lists
-        the process groups created so far, and the seconds that each took; `first_use` has the `FirstUse` by variant,
-        `planning` the `PlanningStats` of sequences of mixed lengths (None where they cannot run), `replanned` a
-        `PlanChange` for each plan that was taken over since. `graphs` has a `GraphEvent` each time that graphs were
+        the process groups created so far, and the seconds that each took; `prepared` has the
+        seconds before the first step, by what they went into, `first_use` the `FirstUse` by variant, `planning` the
+        `PlanningStats` of sequences of mixed lengths (None where they cannot run), `replanned` a `PlanChange` for each
+        plan that was taken over since. `graphs` has a `GraphEvent` each time that graphs were
         built or evicted; `idle_bytes` is what variants that do not run keep, `copies_dropped` how often good copies of
         parameters were dropped to hold them to their bound. `switch_cost` has the `SwitchCost` by variant: the seconds
         of training steps after a change to it, beside those of steps without one. `homes` has a `HomeEvent` each time
@@ -102,6 +104,7 @@ class Handle:
             "steps": self._runtime.step,
             "switches": self._runtime.switches,
             "groups": tuple(self._runtime.table.creations),
+            "prepared": dict(self._runtime.prepared_seconds),
             "first_use": {name: variant.first_use for name, variant in self._runtime.variants.items()},
             "planning": self._reader.planner.stats if self._reader else None,
             "replanned": tuple(self._adaptation.changes),
@@ -226,7 +229,14 @@ class Handle:
         tried, variant = self.checks[self.current], self._runtime.variants[self.current]
         rows = [f"rows: {variant.rows_told}"] if variant.rows_told else []
         gathered = gathered_ops(self.current, self._runtime, self._adaptation)
-        return "\n".join((plan, *rows, f"tried: {tried}", f"first use: {variant.first_use}", *gathered_text(gathered)))
+        return "\n".join((plan, *rows, f"tried: {tried}", self._first_use(), *gathered_text(gathered)))
+
+    def _first_use(self) -> str:
+        runtime, use = self._runtime, self._runtime.variants[self.current].first_use
+        phases = ", ".join(f"{what} {seconds_text(seconds)}" for what, seconds in runtime.prepared_seconds.items())
+        total, built = sum(runtime.prepared_seconds.values()), runtime.times.cost(self.current).built_seconds
+        step = "" if built is None else f", first step in {seconds_text(built)}"
+        return f"first use: {use}{step}; before it {seconds_text(total)} ({phases})"
 
     def add_variant(self, plan: Plan, name: str | None = None) -> str:
         """Add a plan; returns its name. Collective, as every process must have the same variants.

@@ -20,11 +20,12 @@ from hetu_fx.base.device_types import HOST, DeviceType, device_type_record, own_
 from hetu_fx.base.forked import settle_after_fork
 from hetu_fx.base.frameworks import launchers, torch_optimizer
 from hetu_fx.base.launcher_end import end_with_torchrun
-from hetu_fx.base.progress import telling
+from hetu_fx.base.progress import PhaseSeconds, telling
 from hetu_fx.base.torch_private import OPTIMIZED_MODULE
 from hetu_fx.checkpoint.from_meta import Arrive, Weights, awaiting_values
 from hetu_fx.checkpoint.own_init import META
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.host import memory_limits
 from hetu_fx.comm_ops.wire.consensus import (
     agree,
     all_gather_object,
@@ -44,6 +45,7 @@ from hetu_fx.graph.shared_memory import overlapping
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.count.optimizer_state import optimizer_state_of, takes_sparse_gradients_alone
 from hetu_fx.planner.module_program import ModuleProgram, PlannedModule
+from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import Choice
 from hetu_fx.planner.values.program import ProgramCosts
@@ -71,6 +73,7 @@ from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 Plans = Plan | Sequence[Plan] | str | Path
 
 _WITHOUT_GAIN_COMPILED = ("zero_bubble",)  # compiled backwards make all gradients at once
+_NEGLIGIBLE = 1 / 16  # of a device's memory, by a bound that is many times what is held: all plans have room
 
 
 @dataclass(frozen=True)
@@ -111,21 +114,12 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     Ranks agree on what each has found out alone, on their examples, on what rank 0 finds out for all (graphs of
     examples of unequal sizes differ), and on what follows from that.
     """
-    settle_after_fork()
-    end_with_torchrun()
-    join_world()
-    table = GroupTable(watched_group(wanted.process_group, wanted.settings.options.patience_seconds))
-    _warn_if_alone(table)
-    _warn_of_layout(wanted.model, table)
-    _check_group(table)
-    own = _device_of(wanted)
-    types = all_gather_object(table, own.type)
-    table.know_types(types)
-    table.connect(own)
-    open_mail(table)
-    open_rounds(table)
-    with awaiting_values(wanted.model, wanted.weights, own, partial(_agreed_seed, wanted, table), table) as arrive:
-        return _prepared(wanted, table, make_try, arrive, is_mixed=len(set(types)) > 1)
+    spent = PhaseSeconds()
+    with spent.of("meet the other ranks"):
+        ranks = _joined_ranks(wanted)
+    seed = partial(_agreed_seed, wanted, ranks.table)
+    with awaiting_values(wanted.model, wanted.weights, ranks.device, seed, ranks.table) as arrive:
+        return _prepared(wanted, ranks, make_try, arrive, spent)
 
 
 def _agreed_seed(wanted: Preparation, table: GroupTable) -> int:
@@ -134,33 +128,45 @@ def _agreed_seed(wanted: Preparation, table: GroupTable) -> int:
 
 
 def _prepared(
-    wanted: Preparation, table: GroupTable, make_try: MakeTry | None, arrive: Arrive | None, *, is_mixed: bool
+    wanted: Preparation, ranks: _Ranks, make_try: MakeTry | None, arrive: Arrive | None, spent: PhaseSeconds
 ) -> tuple[Runtime, Adaptation]:
     """Make the runtime of a model whose values `arrive` once their homes are known; None: they are there."""
+    table, least_bytes = ranks.table, ranks.least_bytes
     raise_on_all_ranks(table, lambda: _check_optimizer(wanted.optimizer, table.size))
-    execution, program, example, plans, cluster = raise_on_all_ranks(
-        table, lambda: _found(wanted, table.size, is_mixed=is_mixed)
-    )
+    with spent.of("capture"):
+        execution, program, example, plans, cluster = raise_on_all_ranks(
+            table, lambda: _found(wanted, table.size, is_mixed=ranks.is_mixed)
+        )
     with using(table):
-        rows_of_all = _agreed_rows(table, example, shared=wanted.settings.shared)
-        seed = _agreed_seed(wanted, table)
-        costs, length = broadcast_from_rank0(table, lambda: _costs(wanted, program, rows_of_all))
+        with spent.of("count costs"):
+            rows_of_all = _agreed_rows(table, example, shared=wanted.settings.shared)
+            seed = _agreed_seed(wanted, table)
+            least_bytes = least_bytes if cluster is None else min(d.memory_bytes for d in cluster.devices)
+            costs, length = broadcast_from_rank0(
+                table, lambda: _costs(wanted, program, rows_of_all, _NEGLIGIBLE * least_bytes)
+            )
         table.topology = cluster
         if cluster is not None and set(cluster.ranks) == set(range(table.size)):
             table.set_links(cluster.ways, cluster.nodes)
         planned = program.at(costs)
         tried = _tried_plans(wanted, execution, make_try, table)
         if plans is None:
-            device = str(next(wanted.model.parameters()).device)
-            with telling("measuring devices and links"):
-                cluster = table.topology = cluster or Cluster.measure(table, device=device)
-            plans = (_auto_plan(planned, cluster, tried, table),)
-        priced, layouts = raise_on_all_ranks(table, partial(_checked, wanted, execution, plans, costs, cluster, table))
-        for plan in priced:
-            tried.ask(plan)
+            with spent.of("measure"), telling("measuring devices and links"):
+                cluster = table.topology = cluster or _measured(wanted, costs, table)
+            with spent.of("plan"):
+                plans = (_auto_plan(planned, cluster, tried, table),)
+        with spent.of("place parameters"):
+            priced, layouts = raise_on_all_ranks(
+                table, partial(_checked, wanted, execution, plans, costs, cluster, table)
+            )
+        with spent.of("try the plan"):
+            for plan in priced:
+                tried.ask(plan)
         planner = _planner_like(() if wanted.plan == "auto" else plans, _as_tried(planned, tried))
     settings = replace(wanted.settings, seed=seed)
-    runtime = make_runtime(wanted.model, wanted.optimizer, table, execution, priced, layouts, settings, arrive)
+    with spent.of("place parameters"):
+        runtime = make_runtime(wanted.model, wanted.optimizer, table, execution, priced, layouts, settings, arrive)
+    runtime.prepared_seconds = spent.seconds
     health = settings.options.health
     calibrates = wanted.cluster is None
     adaptation = Adaptation(
@@ -171,6 +177,48 @@ def _prepared(
     if cluster is not None:
         adaptation.replanning.begin()
     return runtime, adaptation
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks, ready to send to each other.
+
+    Attributes:
+        table: of them.
+        device: this rank's.
+        is_mixed: whether they compute on several types of devices.
+        least_bytes: of memory that one of them has.
+    """
+
+    table: GroupTable
+    device: torch.device
+    is_mixed: bool
+    least_bytes: float
+
+
+def _joined_ranks(wanted: Preparation) -> _Ranks:
+    """Have the ranks meet; collective."""
+    settle_after_fork()
+    end_with_torchrun()
+    join_world()
+    table = GroupTable(watched_group(wanted.process_group, wanted.settings.options.patience_seconds))
+    _warn_if_alone(table)
+    _warn_of_layout(wanted.model, table)
+    _check_group(table)
+    own = _device_of(wanted)
+    room = min(size for _, size in memory_limits(str(own))) / table.size  # which others may share
+    types, rooms = zip(*all_gather_object(table, (own.type, room)), strict=True)
+    table.know_types(types)
+    table.connect(own)
+    open_mail(table)
+    open_rounds(table)
+    return _Ranks(table, own, len(set(types)) > 1, min(rooms))
+
+
+def _measured(wanted: Preparation, costs: ProgramCosts, table: GroupTable) -> Cluster:
+    """Measure devices and links for as long as some steps take; collective."""
+    flops = FORWARD_AND_BACKWARD * costs.rows * costs.whole.flops
+    return Cluster.measure(table, device=str(_device_of(wanted)), step_flops=flops)
 
 
 def _agreed_rows(table: GroupTable, example: Reading[Any], *, shared: bool) -> int:
@@ -363,7 +411,7 @@ def _warn_if_alone(table: GroupTable) -> None:
         warnings.warn(
             f"hetu_fx runs on ONE process although a launcher started this script\n"
             f"hint: for two CPU processes use {ways}",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -374,7 +422,7 @@ def _warn_of_layout(model: nn.Module, table: GroupTable) -> None:
             "the model is channels_last, but on several ranks weights, and rows of other ranks, arrive in the default "
             "layout. Convolutions run in channels_last if a rank's own rows are, and convert weights each time. "
             "Results are equal up to rounding\nhint: pass inputs in channels_last too, of even shares",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -494,10 +542,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, ranks: int) -> Non
 
 
 def _costs(
-    wanted: Preparation, program: CapturedProgram | ModuleProgram, rows: int
+    wanted: Preparation, program: CapturedProgram | ModuleProgram, rows: int, negligible_bytes: float
 ) -> tuple[ProgramCosts, int | None]:
     """Return what a step costs, and the length of the rows that it was counted for (None: it was not)."""
-    costs = program.costs(rows, memory=wanted.plan == "auto" or wanted.cluster is not None)
+    asks = wanted.plan == "auto" or wanted.cluster is not None
+    costs = program.costs(rows, memory=asks, negligible_bytes=negligible_bytes)
     length = program.length if isinstance(program, CapturedProgram) else None
     return replace(costs, state=_state(wanted)), length
 

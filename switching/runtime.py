@@ -119,6 +119,7 @@ class Runtime:
         self._last_rows: tuple[Plan, tuple[int, ...], RowPlan] | None = None
         self.clock = find_clock(next(model.parameters()).device)
         self.host = HostTime(lambda: table.waited_seconds)
+        self.prepared_seconds: dict[str, float] = {}  # by what was done before the first step
 
     def add_variant(
         self, plan: Plan, name: str, planned_rates: Mapping[int, float] | None = None, deduced: bytes | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,12 +11,64 @@ import pytest
 import torch
 from torch import nn
 
+import hetu_fx
+from hetu_fx.cluster import measure
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner import captured_program
+from hetu_fx.planner.count import count
 from hetu_fx.planner.module_program import PlannedModule
 from hetu_fx.planner.values.options import ANY, Choice
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.prepare import _planner_like, _warn_of_layout
+from hetu_fx.program.tracer import Tracer
+
+
+class Small(nn.Module):
+    """A model that takes next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.pow(2).mean()
+
+
+def test_a_small_model_is_captured_measured_and_planned_for_once_and_says_where_seconds_went(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: Counter[str] = Counter()
+
+    def counting(place: Any, name: str) -> None:
+        plain = getattr(place, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            done[name] += 1
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(place, name, counted)
+
+    for place, name in (
+        (Tracer, "trace"),
+        (measure, "matmul_flops_per_second"),
+        (measure, "measure_cluster"),
+        (captured_program, "make_plan"),
+        (count, "_counted"),
+        (count, "program_memory"),
+    ):
+        counting(place, name)
+    model: Any = hetu_fx.auto_parallelize(Small(), {"x": torch.randn(4, 4)}, check=False)
+    once = "trace", "matmul_flops_per_second", "measure_cluster", "make_plan", "_counted"
+    assert done == dict.fromkeys(once, 1)
+    model(torch.randn(4, 4)).backward()
+    assert done["trace"] == 1
+    phases = "meet the other ranks, capture, count costs, measure, plan, place parameters, try the plan".split(", ")
+    assert [name for name in model.hetu.stats["prepared"] if name != "import"] == phases
+    assert all(f"{phase} " in model.hetu.explain().splitlines()[-1] for phase in phases)
+
 
 LOW = Plan((Pipeline((Stage((0,), dtype="bfloat16"), Stage((1,)))),))
 

@@ -63,7 +63,8 @@ class Flat:
     def over(cls, x: Tensor) -> Flat:
         """View all of a dense tensor, which gets what arrives. Raises CommError for any other."""
         x = x.detach()
-        return cls(x.view(-1) if is_dense(x) else x)
+        is_whole = x.layout is torch.strided and x.is_contiguous()
+        return cls(x.view(-1) if is_whole else x)
 
     @classmethod
     def of(cls, x: Tensor) -> Flat:

@@ -101,6 +101,26 @@ class _Standing:
         return f": {told}{drawn}" if told else ""
 
 
+class PhaseSeconds:
+    """Seconds of this process by what it did; phases of one name add up.
+
+    Attributes:
+        seconds: by the name of the phase, in the order in which they began first.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Count what is inside as this phase."""
+        before, start = self.seconds.setdefault(name, 0.0), time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = before + time.perf_counter() - start
+
+
 class _Line:
     """What is said of one piece of work."""
 

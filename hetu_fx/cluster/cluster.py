@@ -6,6 +6,7 @@ for devices that are not there. It needs no process group and no torch unless it
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -128,13 +129,22 @@ class Cluster(Document):
         return cls(devices, link, inter or link)
 
     @classmethod
-    def measure(cls, table: GroupTable | None = None, *, seconds: float = 0.5, device: str = "cpu") -> Cluster:
+    def measure(
+        cls,
+        table: GroupTable | None = None,
+        *,
+        seconds: float = 0.5,
+        device: str = "cpu",
+        step_flops: float = math.inf,
+    ) -> Cluster:
         """Measure the devices and links of all ranks; collective, the same value on every rank.
 
         Args:
             table: the ranks; None: those of torch.distributed's world, or this process alone without one.
             seconds: how long the compute of all ranks is measured, at the same time, after a warm-up.
             device: where this rank computes, such as "cpu" or "cuda:0".
+            step_flops: what a step of all ranks computes: compute is measured for no longer than a few steps take, on
+                hosts for a tenth of a second at least.
 
         Where devices of several types stand on one node, a level "type" says what links those of one type there, as
         theirs and others' messages go different ways. Where messages of one type could leave from where they are or go
@@ -142,11 +152,11 @@ class Cluster(Document):
 
         Every rank multiplies matrices at once, so that what shares a core shows as slow. A quota shows when
         `seconds` covers several of its periods. Speeds within 5 % of each other are taken as equal. Then links are
-        timed, and for up to a second what it costs devices to meet between pieces of compute.
+        timed, and for up to 0.4 seconds what it costs devices to meet between pieces of compute.
         """
         from hetu_fx.cluster.measure import measure_cluster  # with torch, which plans need not have
 
-        devices, links, ways = measure_cluster(table, seconds=seconds, device=device)
+        devices, links, ways = measure_cluster(table, seconds=seconds, device=device, step_flops=step_flops)
         intra, inter = Link(*links["intra"]), Link(*links["inter"])
         if "types" not in links:
             return cls(devices, intra, inter, ways=ways)

@@ -13,6 +13,7 @@ the shorter one.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from hetu_fx.base.cgroups import own_quota
 from hetu_fx.base.device_types import HOST, device_type_record
 from hetu_fx.base.machine import short_names
 from hetu_fx.cluster.device_speed import Products, matmul_flops_per_second, memory_bytes_per_second, op_seconds
@@ -35,8 +37,11 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.p2p import Tag, post
 
 _PIECE_SECONDS = 0.01  # of compute between two meetings, on every device: as long as the usual period of a quota
-_ROUNDS = 5  # meetings of a sample
-_SECONDS = 0.4  # how long a pair is measured at most, but for the last sample
+_SAMPLES = 4  # so many at least
+_SECONDS, _SHARE = 0.4, 0.8  # how long a pair is measured at most, and of what compute was measured for
+_STEPS = 5  # of the model: compute is measured for no longer
+_HOST_SECONDS = 0.1  # that a host computes at least: noise and what shares its cores have come and gone
+_QUOTA_SECONDS = 0.2  # at least with a quota: two of its usual periods
 
 Pair = tuple[int, int]
 
@@ -91,6 +96,7 @@ def _measure_meetings(
     speeds: Sequence[float],
     latencies: Mapping[Pair, float],
     device: str,
+    seconds: float,
 ) -> dict[int, float]:
     """Return what a meeting costs each rank, of its first pair; collective, the same on every rank.
 
@@ -100,6 +106,7 @@ def _measure_meetings(
         speeds: FLOPs per second of every rank: pieces take equally long on all.
         latencies: seconds of a message between the two of a pair.
         device: where this rank computes.
+        seconds: for which a pair is measured at most, but for the last sample.
     """
     found: dict[int, float] = {}
     products = Products(device)
@@ -107,7 +114,7 @@ def _measure_meetings(
     for pairs in rounds:
         own = next((pair for pair in pairs if table.rank in pair), None)
         all_gather_object(table, None)
-        samples = [] if own is None else _TimedMeeting(table, own, products, count, device).samples()
+        samples = [] if own is None else _TimedMeeting(table, own, products, count, device).samples(seconds)
         values = all_gather_object(table, meeting_seconds(samples, latencies[own]) if own else None)
         met = {rank: values[rank] for pair in pairs for rank in pair}
         found = {rank: seconds for rank, seconds in met.items() if seconds is not None} | found
@@ -125,27 +132,28 @@ class _TimedMeeting:
         self._sent = torch.zeros(2, dtype=torch.float64, device=place)  # float64: both ranks take the same decisions
         self._received = torch.zeros_like(self._sent)
 
-    def samples(self) -> list[Sample]:
-        """Return samples until the time is up; both ranks return the same ones."""
+    def samples(self, seconds: float) -> list[Sample]:
+        """Return samples until so many seconds are over; both ranks return the same ones."""
         self._meet()  # the first message opens the connection
-        samples, elapsed = [], 0.0
-        while elapsed < _SECONDS:
-            sample = self._sample()
+        samples, elapsed = list[Sample](), 0.0
+        rounds = max(1, round(seconds / _SAMPLES / 2 / _PIECE_SECONDS))
+        while elapsed < seconds or not samples:
+            sample = self._sample(rounds)
             samples.append(sample)
             elapsed += sample.alone + sample.together
         return samples
 
-    def _sample(self) -> Sample:
-        alone = self._seconds(meets=False)
-        together = self._seconds(meets=True)
+    def _sample(self, rounds: int) -> Sample:
+        alone = self._seconds(rounds, meets=False)
+        together = self._seconds(rounds, meets=True)
         theirs = self._told(alone, together)
-        return Sample(max(alone, theirs[0]), max(together, theirs[1]), _ROUNDS)
+        return Sample(max(alone, theirs[0]), max(together, theirs[1]), rounds)
 
-    def _seconds(self, *, meets: bool) -> float:
-        """Return the seconds of the rounds, started by both at the same time."""
+    def _seconds(self, rounds: int, *, meets: bool) -> float:
+        """Return the seconds of so many rounds, started by both at the same time."""
         self._told(0.0, 0.0)
         start = time.perf_counter()
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             self._products.start(self._count)
             if meets:
                 self._meet()
@@ -176,17 +184,23 @@ Limits = tuple[tuple[str, int], ...]
 
 
 def measure_cluster(
-    table: GroupTable | None, *, seconds: float, device: str
+    table: GroupTable | None, *, seconds: float, device: str, step_flops: float
 ) -> tuple[tuple[Device, ...], Mapping[str, tuple[float, float]], tuple[Way, ...]]:
     """Return what each rank's device was seen to do, the links, and ways to choose among; collective, alike on all.
 
     Links are those of `measure_links`, ways those of `measure_ways`.
     """
     table = table or GroupTable()
-    types = all_gather_object(table, torch.device(device).type)  # all start together, so that what shares a core shows
+    place = torch.device(device)
+    told = place.type, seconds if math.isinf(step_flops) else min(seconds, _least_seconds(place))
+    types, windows = zip(*all_gather_object(table, told), strict=True)  # all start together: what shares a core shows
     table.know_types(types)
-    table.connect(torch.device(device))
-    speed = matmul_flops_per_second(device, seconds)
+    table.connect(place)
+    window = max(windows)
+    speed = matmul_flops_per_second(device, window)
+    longer = min(seconds, _STEPS * step_flops / sum(all_gather_object(table, speed)))
+    if longer > window:
+        window, speed = longer, matmul_flops_per_second(device, longer)
     limits = memory_limits(device)
     least = min(size for _, size in limits)
     own = Device(
@@ -197,8 +211,8 @@ def measure_cluster(
         least,
         source="measured",
         step_seconds=step_seconds(),
-        memory_bytes_per_second=memory_bytes_per_second(device, seconds / 2),
-        op_seconds=op_seconds(device, seconds / 2),
+        memory_bytes_per_second=memory_bytes_per_second(device, window / 2),
+        op_seconds=op_seconds(device, window / 2),
     )
     found = denoise_devices(all_gather_object(table, (own, limits)))
     nodes, speeds = short_names([d.node for d in found]), [d.flops_per_second for d in found]
@@ -209,18 +223,25 @@ def measure_cluster(
     found = tuple(replace(d, bytes_per_second=most.get(rank)) for rank, d in enumerate(found))
     if "types" in links:
         found = tuple(replace(d, place={TYPE: kind}) for d, kind in zip(found, types, strict=True))
-    return _with_meetings(found, links, table, device), links, ways
+    return _with_meetings(found, links, table, device, min(_SECONDS, _SHARE * window)), links, ways
+
+
+def _least_seconds(device: torch.device) -> float:
+    """Return how long a device computes at least before its speed shows; for ever where its clock rises with work."""
+    if device.type != HOST.type:
+        return math.inf
+    return _HOST_SECONDS if own_quota() is None else _QUOTA_SECONDS
 
 
 def _with_meetings(
-    found: Sequence[Device], links: Mapping[str, tuple[float, float]], table: GroupTable, device: str
+    found: Sequence[Device], links: Mapping[str, tuple[float, float]], table: GroupTable, device: str, seconds: float
 ) -> tuple[Device, ...]:
     """Return the devices with what meetings cost."""
     nodes, speeds = [d.node for d in found], [d.flops_per_second for d in found]
     rounds = meeting_rounds(nodes, speeds)
     names = {pair: _link_between(found, pair) for pairs in rounds for pair in pairs}
     latencies = {pair: links[name][1] for pair, name in names.items()}
-    measured = _measure_meetings(table, rounds, speeds, latencies, device)
+    measured = _measure_meetings(table, rounds, speeds, latencies, device, seconds)
     meetings = settled_seconds([(d.kind, d.node, d.flops_per_second) for d in found], measured)
     return tuple(replace(d, meeting_seconds=lost) for d, lost in zip(found, meetings, strict=True))
 

@@ -51,12 +51,13 @@ class CapturedProgram:
             forbidden = (*forbidden, "data_parallel")
         return cls(program, *example_size(example, programs, program), forbidden)
 
-    def costs(self, rows: int | None = None, *, memory: bool = True) -> ProgramCosts:
+    def costs(self, rows: int | None = None, *, memory: bool = True, negligible_bytes: float = 0.0) -> ProgramCosts:
         """Return what a step of so many rows costs (left out: the example's).
 
-        What it holds is found out only if asked (`memory`), as that takes a while.
+        What it holds is found out only if asked (`memory`), as that takes a while, and not where it needs less than
+        `negligible_bytes` on one device.
         """
-        return program_costs(self.program, rows=rows or self.rows, memory=memory)
+        return program_costs(self.program, rows=rows or self.rows, memory=memory, negligible_bytes=negligible_bytes)
 
     def at(self, costs: ProgramCosts) -> PlannedProgram:
         """Return the program as it is planned for where a step costs this."""

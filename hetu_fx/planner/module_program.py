@@ -24,7 +24,7 @@ class ModuleProgram:
 
     model: nn.Module
 
-    def costs(self, rows: int, *, memory: bool = True) -> ProgramCosts:
+    def costs(self, rows: int, *, memory: bool = True, negligible_bytes: float = 0.0) -> ProgramCosts:
         """Return the costs as far as parameters tell: a product and a sum with each, per row, and their bytes.
 
         A module that uses a parameter many times per row (for every token, say) takes more; all devices alike, so

@@ -187,6 +187,18 @@ def _norm_reading(home: HomeTensor, part: torch.Tensor, order: float, dtype: tor
     return _reading(home, part, "norm", float(order), str(dtype or home.dtype))
 
 
+def _norm_readings(
+    homes: Sequence[HomeTensor], parts: torch.Tensor, order: float, dtype: torch.dtype | None
+) -> list[Reading]:
+    """Return how the norms of a list are read; where all ranks must ask for one of them they do for all: none."""
+    found = []
+    for home, part in zip(homes, parts.unbind(), strict=True):
+        found.append(_norm_reading(home, part, order, dtype))
+        if found[-1] is None:
+            return []
+    return found
+
+
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Take all norms of a list in one message; plain tensors in the list are whole on every rank."""
     tensors, order, dtype = args[0], *_defaults(args[1:], (2, kwargs.get("dtype")))
@@ -194,7 +206,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     if order < 0:
         return [aten.linalg_vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
     parts = torch.stack(_local_norms(homes, float(order), dtype)).double()
-    readings = [_norm_reading(home, part, order, dtype) for home, part in zip(homes, parts, strict=True)]
+    readings = _norm_readings(homes, parts, order, dtype)
     totals = iter(_total_norms(parts, float(order), homes[0].home_layout.world, readings).unbind())
     return [
         next(totals).to((dtype or tensor.dtype).to_real())

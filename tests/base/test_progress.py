@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hetu_fx.base.per_rank import as_rank
-from hetu_fx.base.progress import VARIABLE, Rhythm, speaks, telling
+from hetu_fx.base.progress import VARIABLE, PhaseSeconds, Rhythm, speaks, telling
 
 AT_ONCE, SOON, NEVER = 0.0, 0.01, 3600.0
 
@@ -106,6 +106,15 @@ def test_others_and_those_who_are_asked_not_to_say_nothing(
     monkeypatch.setenv(name, value)
     assert not speaks()
     assert speaks(True) == (name == "LOCAL_RANK")
+
+
+def test_phases_of_one_name_add_up_in_the_order_in_which_they_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent, moments = PhaseSeconds(), iter([0.0, 1.0, 10.0, 12.0, 20.0, 24.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(moments))
+    for name in ("capture", "plan", "capture"):
+        with spent.of(name):
+            pass
+    assert list(spent.seconds.items()) == [("capture", 5.0), ("plan", 2.0)]
 
 
 def test_of_ranks_that_are_threads_none_speaks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,13 @@
+import math
 import os
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hetu_fx.cluster import measure
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.cluster.measure import (
     Sample,
@@ -58,6 +61,27 @@ def test_one_process_measures_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cluster.device(0).memory_bytes > 0
     assert cluster.device(0).memory_bytes_per_second
     assert cluster.device(0).op_seconds
+
+
+@pytest.mark.parametrize(
+    ("step_flops", "windows"), [(math.inf, [0.5]), (0.0, [0.1]), (1e7, [0.1]), (4e7, [0.1, 0.2]), (1e12, [0.1, 0.5])]
+)
+def test_compute_is_measured_for_as_long_as_some_steps_take(
+    step_flops: float, windows: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(measure, "own_quota", lambda: None)
+    monkeypatch.setattr(measure, "matmul_flops_per_second", lambda device, seconds: seen.append(seconds) or 1e9)
+    for name in ("memory_bytes_per_second", "op_seconds"):
+        monkeypatch.setattr(measure, name, lambda device, seconds: 1.0)
+    Cluster.measure(step_flops=step_flops)
+    assert seen == windows
+
+
+def test_a_quota_is_measured_over_two_of_its_periods_and_a_gpu_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "own_quota", lambda: 2.0)
+    assert measure._least_seconds(torch.device("cpu")) == 0.2
+    assert measure._least_seconds(torch.device("cuda")) == math.inf
 
 
 def measure_as(rank: int, size: int, store: str, results: Any) -> None:

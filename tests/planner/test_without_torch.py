@@ -32,9 +32,10 @@ def without_torch(code: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_search_needs_no_torch(tmp_path: Path) -> None:
+def test_the_search_needs_no_torch_and_no_solver_before_it_solves(tmp_path: Path) -> None:
     assert len(MODULES) > 40
-    without_torch(f"import importlib; [importlib.import_module(name) for name in {MODULES}]", tmp_path)
+    imports = f"import importlib; [importlib.import_module(name) for name in {MODULES}]"
+    without_torch(f"{imports}; assert 'scipy' in sys.modules and 'scipy.optimize' not in sys.modules", tmp_path)
 
 
 @pytest.mark.parametrize("search_name", ["auto", "homogeneous"])

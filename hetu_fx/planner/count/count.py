@@ -46,6 +46,8 @@ from hetu_fx.transforms.layouts.work_shares import WorkShares
 LEAF_CALLS = 4 / 3
 """How many calls of a leaf count for one: backward calls it again, so that it takes four forwards, other ops three."""
 
+_COPIES = 8  # of a parameter: gradients, states and sums of them on their way; of a value: two, with its gradient
+
 
 class FlopCounter:
     """Counts the FLOPs of ops by running them on meta tensors; equal calls are run once.
@@ -107,6 +109,7 @@ def program_costs(
     rows: int | None = None,
     shares: WorkShares | None = None,
     memory: bool = True,
+    negligible_bytes: float = 0.0,
     sizes: Mapping[sympy.Symbol, int] | None = None,
 ) -> ProgramCosts:
     """Return the costs of a step of a captured program.
@@ -117,16 +120,19 @@ def program_costs(
         shares: what a tensor parallel group shares; None: what it would choose.
         memory: find out what parts hold by running them without data, whether a sequence can be shared, and what groups
             of more devices share than what they cut has parts, which takes a while; only planning needs it.
+        negligible_bytes: what parts hold is assumed where one device needs less than this for all of them: to find it
+            out takes most of the time.
         sizes: what the graph's symbols stand for, instead of the example's sizes; what parts hold is told for those
             alone.
     """
     assert not (memory and sizes), "what parts hold is known at the example's sizes"
     own = shares or program.work_shares()
-    costs = _counted(program, own, rows=rows, memory=memory, sizes=sizes)
+    counted = partial(_counted, program, rows=rows, memory=memory, negligible_bytes=negligible_bytes, sizes=sizes)
+    costs = counted(own)
     wide = program.wide_work_shares(own.asked) if memory and _is_of(own, program) else None
     if wide is None:
         return costs
-    return replace(costs, wide=_counted(program, wide, rows=rows, memory=memory, sizes=sizes))
+    return replace(costs, wide=counted(wide))
 
 
 def _is_of(shares: WorkShares, program: Program) -> bool:
@@ -140,6 +146,7 @@ def _counted(
     *,
     rows: int | None,
     memory: bool,
+    negligible_bytes: float,
     sizes: Mapping[sympy.Symbol, int] | None,
 ) -> ProgramCosts:
     graph = program.graph
@@ -151,23 +158,30 @@ def _counted(
             profile.add_op(node)
     for leaf in graph.leaves_of(LeafKind.PARAMETER):
         profile.add_parameter(leaf.node)
-    count = graph.num_blocks
+    count, of_rows = graph.num_blocks, rows or profile.example_rows
     parts = [part.costs() for part in profile.parts]
+    is_negligible = _most_bytes(parts, of_rows) < negligible_bytes
     return ProgramCosts(
-        rows=rows or profile.example_rows,
+        rows=of_rows,
         before=parts[0],
         blocks=tuple(parts[1 : count + 1]),
         after=parts[-1],
         boundary_bytes=tuple(profile.boundary_bytes(block) for block in range(count - 1)),
         units=profile.shares.units,
         repeated_parts=shares.parts,
-        memory=profile.memory() if memory else None,
+        memory=profile.memory() if memory and not is_negligible else None,
         tied=tuple(profile.tied),
         row_sums=RowSums(len(summed), float(sum(summed))),
         gathered_work=_gathered_work(program, at_rows, shares),
         sequence_units=program.sequence_units if memory else 1,
         head_units=program.head_units if memory else 1,
     )
+
+
+def _most_bytes(parts: Iterable[PartCosts], rows: int) -> float:
+    """Return more than one device needs for all parts: what is kept of parameters, and all that ops read and make."""
+    made = sum(part.traffic_bytes + part.activation_bytes for part in parts)
+    return _COPIES * (sum(part.parameter_bytes for part in parts) + rows * made)
 
 
 def _gathered_work(program: Program, size_of: SizeOf, shares: WorkShares) -> PartCosts:

@@ -24,9 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import scipy  # whose parts are imported when they are first used
 from numpy.typing import NDArray
-from scipy.optimize import linprog
-from scipy.sparse import block_array, coo_array, diags_array, eye_array, kron
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.makespan import Assigning, Effort, assign
@@ -63,20 +62,21 @@ class _Relaxed:
 
     def seconds(self) -> float:
         """Return the least Z; 1 when nothing is done by U, 0 when that is not known."""
+        sparse = scipy.sparse
         kinds, classes = self.work.shape
         every = kinds * classes
-        each, per_kind = eye_array(every), kron(eye_array(kinds), np.ones((1, classes)))
+        each, per_kind = sparse.eye_array(every), sparse.kron(sparse.eye_array(kinds), np.ones((1, classes)))
         counts = np.tile(self.sequences, kinds)
-        carried = kron(eye_array(kinds), eye_array(classes, k=-1)) - each
-        free = diags_array(np.maximum(0.0, 1 - self.fill * self.work).ravel())
-        done = diags_array(-counts * self.work.ravel())
-        nothing, last = coo_array((kinds, every)), np.zeros((every, 1))
-        per_length = kron(np.ones((1, kinds)), eye_array(classes))
-        equal = block_array([[done, free, carried, last], [per_length, None, None, None]])
-        upper = block_array(
-            [[nothing, per_kind, nothing, -self.pipelines[:, None]], [diags_array(-counts), each, None, None]]
+        carried = sparse.kron(sparse.eye_array(kinds), sparse.eye_array(classes, k=-1)) - each
+        free = sparse.diags_array(np.maximum(0.0, 1 - self.fill * self.work).ravel())
+        done = sparse.diags_array(-counts * self.work.ravel())
+        nothing, last = sparse.coo_array((kinds, every)), np.zeros((every, 1))
+        per_length = sparse.kron(np.ones((1, kinds)), sparse.eye_array(classes))
+        equal = sparse.block_array([[done, free, carried, last], [per_length, None, None, None]])
+        upper = sparse.block_array(
+            [[nothing, per_kind, nothing, -self.pipelines[:, None]], [sparse.diags_array(-counts), each, None, None]]
         )
-        found = linprog(
+        found = scipy.optimize.linprog(
             np.eye(1, 3 * every + 1, 3 * every).ravel(),
             A_ub=upper,
             b_ub=np.zeros(upper.shape[0]),

@@ -32,8 +32,8 @@ from operator import index
 from typing import NamedTuple
 
 import numpy as np
+import scipy  # whose parts are imported when they are first used
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from hetu_fx.base.checks import check_not_negative
 from hetu_fx.errors import PlanError
@@ -92,7 +92,7 @@ def fit_times(samples: Sequence[tuple[int, float]]) -> FitQuality:
     tokens, seconds = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
     scale = tokens.max()  # so that the columns are of like size
     columns = np.stack([(tokens / scale) ** 2, tokens / scale, np.ones_like(tokens)], axis=1)
-    found, _ = nnls(columns / seconds[:, None], np.ones_like(seconds))
+    found, _ = scipy.optimize.nnls(columns / seconds[:, None], np.ones_like(seconds))
     spread = float(((seconds - seconds.mean()) ** 2).sum())
     error = float(((columns @ found - seconds) ** 2).sum())
     a, b, c = (float(value) for value in found)

@@ -10,12 +10,16 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.graph.bind import input_tensors
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
+from hetu_fx.planner.count import count
 from hetu_fx.planner.count.count import FlopCounter, example_rows, program_costs, value_bytes
 from hetu_fx.planner.make_plan import make_plan
+from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import make_program
 from hetu_fx.transforms.layouts.work_shares import WorkShares
 from tests.model_zoo import LENGTH, SAMPLES, captured, example, to_double
@@ -189,6 +193,22 @@ def test_what_parts_hold_is_found_out_only_where_it_is_asked_for() -> None:
     assert quick.memory is None
     assert found.memory is not None
     assert replace(found, memory=None) == quick
+
+
+def test_what_negligible_parts_hold_is_assumed() -> None:
+    found = program_costs(**uncut(stack()))
+    assert program_costs(**uncut(stack()), negligible_bytes=1.0) == found
+    assert program_costs(**uncut(stack()), negligible_bytes=1e9) == replace(found, memory=None)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_what_is_negligible_needs_less_than_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    most_bytes = count._most_bytes
+    monkeypatch.setattr(count, "_most_bytes", lambda *given: asked.append(most_bytes(*given)) or asked[-1])
+    costs = program_costs(zoo_program(name))
+    (device,) = expect(Plan.single(), costs, Cluster.on_paper([1e9])).devices
+    assert device.total_bytes < asked[0]
 
 
 def test_costs_at_other_sizes_are_those_of_a_graph_that_was_captured_with_them() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.errors import StateError
-from hetu_fx.switching.home.ops import HomeTensor, PendingNorm, home_layout
+from hetu_fx.switching.home.ops import OPS, HomeTensor, PendingNorm, _norm_readings, home_layout
 from hetu_fx.switching.home.parameters import move_optimizer_state
 
 ALONE = home_layout(Annotation.on((0,)), (6, 4), 0, 1)
@@ -36,6 +38,24 @@ def test_printing_talks_to_nobody() -> None:
     assert repr(away).startswith("home tensor: of shape (6, 4), rows 4 to 5 of 6 here\ntensor(")
     assert "PendingNorm(order=2.0, not summed over the ranks yet" in repr(away.norm())
     assert f"{parameter().norm():.2f}" == "65.76"
+
+
+def test_a_list_of_gradients_asks_once_how_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[HomeTensor] = []
+    monkeypatch.setattr(OPS.reads, "expression", asked.append)
+    homes = [HomeTensor(torch.ones(2, 4), home_layout(CUT, (6, 4), 1, 2)) for _ in range(3)]
+    assert _norm_readings(homes, torch.ones(3), 2.0, None) == []
+    assert asked == homes[:1]
+
+
+def test_a_list_of_parameters_is_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = SimpleNamespace(keep=lambda read, part: kept.append((read, part)))
+    kept: list[Any] = []
+    monkeypatch.setattr(OPS.reads, "expression", lambda home: (run, "named"))
+    homes = [HomeTensor(torch.ones(2, 4), home_layout(CUT, (6, 4), 1, 2)) for _ in range(2)]
+    read = "named", ("norm", 2.0, "torch.float32")
+    assert _norm_readings(homes, torch.tensor([3.0, 4.0]), 2.0, None) == [(run, read)] * 2
+    assert [(what, part.item()) for what, part in kept] == [(read, 3.0), (read, 4.0)]
 
 
 def test_a_piece_of_another_shape_is_refused() -> None:

@@ -28,17 +28,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import block_array, coo_array, eye_array, kron
+import scipy  # whose parts are imported when they are first used
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.op_forms import OpForm
 from hetu_fx.planner.search.hap.prices import PricedCollective, Ratios
 from hetu_fx.planner.search.hap.tensor_states import Bytes, ChangeKind, Layout
 from hetu_fx.planner.values.tensor_program import Op
+
+Rows = Any  # of inequalities: scipy.sparse.coo_array
 
 
 class LayoutChange(NamedTuple):
@@ -166,7 +167,7 @@ def best_ratios(
     shares[:, : ends[0]] = np.kron(np.eye(segments), np.ones(count))
     given = rows, bounds, shares, np.ones(segments)
     cost = _objective(program, list(stages.values()), pairs, ends, scale)
-    found = linprog(cost, *given, method="highs", integrality=np.arange(ends[-1]) >= ends[3])
+    found = scipy.optimize.linprog(cost, *given, method="highs", integrality=np.arange(ends[-1]) >= ends[3])
     if found.status != 0:
         raise PlanError(f"no ratios of {count} devices fit the program in memory {list(memory_bytes)}: {found.message}")
     return _shares(found.x[: ends[0]].reshape(segments, count), pairs, found.x[ends[3] :])
@@ -181,34 +182,38 @@ def _shares(table: np.ndarray, pairs: Sequence[tuple[int, int]], bits: np.ndarra
     return tuple(rows)
 
 
-def _by_device(table: Sequence[Sequence[float]], divisors: Sequence[float], scale: float = 1.0) -> coo_array:
+def _by_device(table: Sequence[Sequence[float]], divisors: Sequence[float], scale: float = 1.0) -> Rows:
     """Return the table over ratios, a row for each of its rows and devices, divided by the device's number."""
-    found = kron(coo_array(np.array(table)), eye_array(len(divisors)), format="coo")
+    sparse = scipy.sparse
+    found = sparse.kron(sparse.coo_array(np.array(table)), sparse.eye_array(len(divisors)), format="coo")
     found.data = found.data / np.array(divisors)[found.row % len(divisors)] / scale
     return found
 
 
 def _inequalities(
-    work: coo_array, needs: Sequence[coo_array], segments: int, pairs: Sequence[tuple[int, int]]
-) -> coo_array:
+    work: Rows,
+    needs: Sequence[Rows],
+    segments: int,
+    pairs: Sequence[tuple[int, int]],
+) -> Rows:
     """Return (3), (4) for each segment, (5), and (4) for each pair, with all unknowns on the left."""
-    count = work.shape[1] // segments
+    sparse, count = scipy.sparse, work.shape[1] // segments
     stages, each = work.shape[0] // count, np.ones((count, 1))
     blocks = [
-        [work, -kron(eye_array(stages), each), None],
-        [eye_array(segments * count), None, -kron(eye_array(segments), each)],
+        [work, -sparse.kron(sparse.eye_array(stages), each), None],
+        [sparse.eye_array(segments * count), None, -sparse.kron(sparse.eye_array(segments), each)],
         *([held, None, None] for held in needs),
     ]
     if pairs:
         apart = np.zeros((len(pairs), segments))
         for number, (one, other) in enumerate(pairs):
             apart[number, one], apart[number, other] = 1.0, -1.0
-        boundaries, bits = kron(coo_array(apart), np.tri(count)), eye_array(len(pairs))
-        distances = -kron(bits, each)
+        boundaries, bits = sparse.kron(sparse.coo_array(apart), np.tri(count)), sparse.eye_array(len(pairs))
+        distances = -sparse.kron(bits, each)
         blocks = [[*row, None, None] for row in blocks]
         blocks += [[sign * boundaries, None, None, distances, None] for sign in (1, -1)]
         blocks.append([None, None, None, bits, -bits])
-    return block_array(blocks)
+    return sparse.block_array(blocks)
 
 
 def _objective(

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
+import scipy  # whose parts are imported when they are first used
 
 from hetu_fx.planner.search.malleus.device_groups import Group, GroupKind
 from hetu_fx.planner.search.malleus.layers import FilledPipeline
@@ -147,7 +147,7 @@ def _least_moved(places: Sequence[WantedGroup], groups: Sequence[Group], held: H
         indices = [i for i, place in enumerate(places) if place.kind == kind]
         candidates = sorted((g for g in groups if g.kind == kind), key=lambda g: g.devices)
         costs = [[_moved(g, places[i], held) for g in candidates] for i in indices]
-        for row, column in zip(*linear_sum_assignment(np.array(costs)), strict=True):
+        for row, column in zip(*scipy.optimize.linear_sum_assignment(np.array(costs)), strict=True):
             chosen[indices[row]] = candidates[column]
     return [chosen[i] for i in range(len(places))]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from benchmarks.kit.models import batch, gpt2
-from benchmarks.kit.report import Bar, finish, parser
+from benchmarks.kit.report import Bar, Part
 from hetu_fx.graph.capture import capture
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.program import deduce_program, make_program
@@ -33,17 +32,16 @@ PLAN = Plan(
 )
 
 
-def main() -> int:
+def measured(*, quick: bool) -> Part:
     """Measure and judge."""
-    options = parser("preparation", "Seconds until a model is parallel, for 8 devices on one core.").parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    runs = [prepare() for _ in range(1 if options.quick else 3)]
+    runs = [prepare() for _ in range(1 if quick else 3)]
     seconds = {step: statistics.median(run[step] for run in runs) for step in runs[0]}
     rows = [{"step": step, "seconds": value} for step, value in seconds.items()]
     total = sum(seconds.values())
     bar = Bar("seconds for 8 devices on one core", total, SECONDS_BAR, at_least=False)
-    return finish("preparation", [bar], [*rows, {"step": "in all", "seconds": total}], plan=PLAN.summary())
+    return [bar], [*rows, {"step": "in all", "seconds": total}]
 
 
 def prepare() -> dict[str, float]:
@@ -67,7 +65,3 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
     start = time.perf_counter()
     result = work()
     return result, time.perf_counter() - start
-
-
-if __name__ == "__main__":
-    sys.exit(main())

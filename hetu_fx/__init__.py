@@ -132,4 +132,9 @@ def __dir__() -> list[str]:
 
 
 if os.environ.get(PLAN_VARIABLE):  # it imports names from here
-    import_with_library("accelerate.accelerator", "hetu_fx.integrations.accelerate")
+    import_with_library(
+        "accelerate.accelerator",
+        "hetu_fx.integrations.accelerate",
+        why=f"{PLAN_VARIABLE} makes models of an Accelerator parallel without a line in the script",
+        tested="integrations/test_plan_by_environment.py",
+    )

@@ -45,7 +45,7 @@ from hetu_fx.graph.shared_memory import overlapping
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.count.optimizer_state import optimizer_state_of, takes_sparse_gradients_alone
 from hetu_fx.planner.module_program import ModuleProgram, PlannedModule
-from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
+from hetu_fx.planner.price.stage_seconds import FORWARD_AND_BACKWARD
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import Choice
 from hetu_fx.planner.values.program import ProgramCosts

@@ -8,7 +8,7 @@ from hetu_fx.base.json_values import NUMBER
 from hetu_fx.cluster.chips import find_chip
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.devices import Device
-from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
+from hetu_fx.planner.price.stage_seconds import FORWARD_AND_BACKWARD
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.report.updates import Entry
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from hetu_fx.base.words import seconds_text
 from hetu_fx.planner.simulate.simulation import Simulation
-from hetu_fx.planner.simulate.timeline_picture import colours, device_lane
 from hetu_fx.report.page.told import UNKNOWN
 from hetu_fx.report.run import LoggedRun
 from hetu_fx.show.lanes import colours, events_lane

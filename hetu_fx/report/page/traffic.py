@@ -8,7 +8,6 @@ from typing import Any
 
 from hetu_fx.base.words import bytes_text
 from hetu_fx.planner.simulate.simulation import Simulation
-from hetu_fx.planner.simulate.timeline_picture import COLORS, OTHER
 from hetu_fx.report.run import LoggedRun
 from hetu_fx.show.lanes import COLORS, OTHER
 from hetu_fx.show.markup import bar, cells_table, keys, note

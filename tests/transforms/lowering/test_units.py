@@ -10,7 +10,7 @@ from torch import nn
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.transforms.lowering.block_modules import BlockModules
-from hetu_fx.transforms.lowering.checkpoint import RecomputingModule
+from hetu_fx.transforms.lowering.recomputing_module import RecomputingModule
 from hetu_fx.transforms.lowering.units import UnitPlan, Units, plan_units
 from hetu_fx.transforms.show import show_stage
 from hetu_fx.transforms.specialize.device_graph import SlotKind

@@ -136,5 +136,5 @@ if os.environ.get(PLAN_VARIABLE):  # it imports names from here
         "accelerate.accelerator",
         "hetu_fx.integrations.accelerate",
         why=f"{PLAN_VARIABLE} makes models of an Accelerator parallel without a line in the script",
-        tested="integrations/test_plan_by_environment.py",
+        tested="1.15",
     )

@@ -171,7 +171,7 @@ def _later(wanted: Preparation, checks: bool, *, warm: bool = False) -> Parallel
 
 def _make_parallel(wanted: Preparation, checks: bool, *, warm: bool = False) -> None:
     runtime, adaptation = prepare(wanted, make_try_plan if checks else None)
-    runtime.prepared_seconds = {"import": IMPORT_SECONDS} | runtime.prepared_seconds
+    runtime.note_prepared({"import": IMPORT_SECONDS})
     rehoming = Rehoming(runtime, adaptation, [] if wanted.optimizer is None else [wanted.optimizer])
     # In this order: what a plan for new rates is made for, which devices are left, and then where homes are to be.
     runtime.watch(adaptation, rehoming, HomesFollow(runtime, adaptation, rehoming))

@@ -166,7 +166,7 @@ def _prepared(
     settings = replace(wanted.settings, seed=seed)
     with spent.of("place parameters"):
         runtime = make_runtime(wanted.model, wanted.optimizer, table, execution, priced, layouts, settings, arrive)
-    runtime.prepared_seconds = spent.seconds
+    runtime.note_prepared(spent.seconds)
     health = settings.options.health
     calibrates = wanted.cluster is None
     adaptation = Adaptation(

@@ -113,13 +113,25 @@ class Runtime:
         self.in_flight = InFlightState(table, lambda: self.step)
         self._watchers: list[Watcher] = []
         self._listeners: dict[object, Listener] = {}
-        self.lost_listeners: list[Callable[[CommError], None]] = []
+        self._lost_listeners: list[Callable[[CommError], None]] = []
         self._stand_by: Callable[[], None] = _rest
         self._groups_seen = len(table.creations)
         self._last_rows: tuple[Plan, tuple[int, ...], RowPlan] | None = None
         self.clock = find_clock(next(model.parameters()).device)
         self.host = HostTime(lambda: table.waited_seconds)
         self.prepared_seconds: dict[str, float] = {}  # by what was done before the first step
+
+    def note_prepared(self, seconds: Mapping[str, float]) -> None:
+        """Take note of what was done before what is known so far, and how long it took."""
+        self.prepared_seconds = {**seconds, **self.prepared_seconds}
+
+    def listen_to_losses(self, listener: Callable[[CommError], None]) -> None:
+        """Call a listener with the error of a step in which a rank is lost, until `stop_listening`."""
+        self._lost_listeners.append(listener)
+
+    def stop_listening(self, listener: Callable[[CommError], None]) -> None:
+        """Call it no more."""
+        self._lost_listeners.remove(listener)
 
     def add_variant(
         self, plan: Plan, name: str, planned_rates: Mapping[int, float] | None = None, deduced: bytes | None = None
@@ -242,7 +254,7 @@ class Runtime:
             with using(self.table), self.host.counted():
                 return self._run_together(args, kwargs)
         except CommError as error:
-            for listener in tuple(self.lost_listeners):
+            for listener in tuple(self._lost_listeners):
                 listener(error)
             raise
 

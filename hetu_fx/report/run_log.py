@@ -246,7 +246,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._updates = Updates(runtime.homes.values(), runtime.step) if sinks else None
         self._recorder = SpanRecorder(runtime) if traces else None
         self._is_lost = False
-        runtime.lost_listeners.append(self._lose)
+        runtime.listen_to_losses(self._lose)
         if sinks:
             self._tell(self._start())
 
@@ -273,7 +273,7 @@ class RunLog(AbstractContextManager["RunLog"]):
     def close(self) -> None:
         """Tell of the last batch, and of nothing more."""
         if self._runtime.unwatch(self):
-            self._runtime.lost_listeners.remove(self._lose)
+            self._runtime.stop_listening(self._lose)
             self._catch_up(StepFacts(), self._before.peak_bytes)
             if not self._is_lost:  # the store may be gone, too
                 self._tell_spans()

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge.bridge import Bridge, BucketsUnderWay
 from hetu_fx.transforms.lowering.units import UnitPlan
@@ -47,7 +48,7 @@ class UnitBuffers:
         units = range(len(plan.units))
         self._bytes = [sum(self._targets[name].nbytes for name in self._arriving(unit)) for unit in units]
 
-    def _laid_out(self) -> tuple[list[torch.UntypedStorage], dict[str, tuple[torch.UntypedStorage, int]]]:
+    def _laid_out(self) -> tuple[list[Tensor], dict[str, tuple[Tensor, int]]]:
         """Return a buffer for each slot, as large as its largest unit, and where in which of them parameters are."""
         dtypes = {entry.name: entry.dtype for entry in self.bridge.plan.entries}
         starts, filled = dict[str, int](), dict[int, int]()
@@ -58,9 +59,8 @@ class UnitBuffers:
                 end += -(-self._sizes[name].numel() * dtypes[name].itemsize // ALIGNED) * ALIGNED
             filled[slot] = max(filled.get(slot, 0), end)
         buffers = {slot: torch.empty(size, dtype=torch.uint8, device=self._device) for slot, size in filled.items()}
-        storages = {slot: buffer.untyped_storage() for slot, buffer in buffers.items()}
         slot_of = {name: self.plan.slots[self.plan.unit_of[name]] for name in starts}
-        return list(storages.values()), {name: (storages[slot_of[name]], start) for name, start in starts.items()}
+        return list(buffers.values()), {name: (buffers[slot_of[name]], start) for name, start in starts.items()}
 
     def _arriving(self, unit: int) -> list[str]:
         return [name for name in self.plan.units[unit] if name in self._sizes]
@@ -68,7 +68,7 @@ class UnitBuffers:
     @property
     def num_bytes(self) -> int:
         """Return what the buffers take."""
-        return sum(storage.nbytes() for storage in self._slots)
+        return sum(buffer.nbytes for buffer in self._slots)
 
     @property
     def live_bytes(self) -> int:
@@ -80,16 +80,16 @@ class UnitBuffers:
         found = {}
         for entry in self.bridge.plan.entries:
             if entry.name in self._places:
-                storage, start = self._places[entry.name]
+                buffer, start = self._places[entry.name]
                 like = torch.empty(self._sizes[entry.name], dtype=entry.dtype, device="meta")
                 empty = torch.empty(0, dtype=entry.dtype, device=self._device)
-                found[entry.name] = empty.set_(storage, start, like.shape, like.stride())
+                found[entry.name] = empty.set_(buffer.view(entry.dtype), start, like.shape, like.stride())
         return found
 
     def has(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is in a buffer, or a view of what is."""
         place = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-        return place != 0 and any(place == storage.data_ptr() for storage in self._slots)
+        return place != 0 and any(place == buffer.untyped_storage().data_ptr() for buffer in self._slots)
 
     def take(self, walk: object) -> None:
         """Let a walk use the buffers, until it lets go of them. Raises StateError where another one does."""
@@ -159,7 +159,7 @@ class UnitBuffers:
         """Forget what is in units; where memory that nobody has written has no numbers in it, neither has theirs."""
         if torch.are_deterministic_algorithms_enabled():
             for target in (self._targets[name] for unit in units for name in self._arriving(unit)):
-                if target.is_floating_point():
+                if carries_gradient(target.dtype):
                     target.fill_(torch.nan)
         self.present = self.present - set(units)
 

@@ -25,7 +25,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.errors import CheckpointError, HetuFxError, StateError
-from hetu_fx.pieces import Piece, join_pieces
+from hetu_fx.pieces import RankShard, join_pieces
 from hetu_fx.plans.plan import Plan
 from hetu_fx.prepare import check_plans_and_choose_homes, make_runtime
 from hetu_fx.program.captures import Programs
@@ -68,14 +68,14 @@ def start(
         return make_runtime(model, None, table, execution, (plan,), layouts, settings, arrive)
 
 
-def pieces(runtime: Runtime) -> dict[str, Piece]:
-    return {name: Piece.of(tensor) for name, tensor in runtime.homes.items()}
+def pieces(runtime: Runtime) -> dict[str, RankShard]:
+    return {name: RankShard.of(tensor) for name, tensor in runtime.homes.items()}
 
 
 def state(make: Callable[..., nn.Module], weights: Any, shares: Sequence[float], batch: Any) -> dict[str, Tensor]:
     """Return the parameters that all ranks have together."""
 
-    def work(table: GroupTable) -> dict[str, Piece]:
+    def work(table: GroupTable) -> dict[str, RankShard]:
         return pieces(start(on_meta(make), weights, table, shares, batch))
 
     return join_pieces(run_in_threads(len(shares), work))
@@ -124,7 +124,7 @@ def test_a_rank_reads_the_bytes_that_it_owns_and_no_more(
 BATCH = SAMPLES["llama"].batch(4, 16)
 
 
-def trained(runtime: Runtime, batch: Any) -> tuple[list[float], dict[str, Piece]]:
+def trained(runtime: Runtime, batch: Any) -> tuple[list[float], dict[str, RankShard]]:
     optimizer = torch.optim.AdamW(runtime.homes.values(), lr=1e-3)
     losses = []
     for _ in range(3):

@@ -113,7 +113,7 @@ def test_a_wrapper_that_calls_nothing_is_refused_by_name() -> None:
 def test_a_forward_without_a_signature_is_refused_by_name() -> None:
     model = parallel()
     model.forward = dict.update
-    with pytest.raises(StateError, match="tells no signature"):
+    with pytest.raises(StateError, match="has no signature that Python can read"):
         model(**BATCH)
 
 

@@ -85,7 +85,7 @@ def scores() -> Program:
 def test_an_op_in_which_rows_meet_is_named_with_its_line_module_and_text(scores: Program) -> None:
     (one,) = found(scores, SHARES)
     assert (one.kind, one.op, one.path, one.rows) == ("rows", "aten.matmul.default", "head", 4)
-    assert one.line.startswith("test_gathered.py:")
+    assert one.line.startswith("test_gathered_ops.py:")
     assert one.source == "return self.loss(u, v)"
 
 

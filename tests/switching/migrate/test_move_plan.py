@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Split
 from hetu_fx.errors import StateError
-from hetu_fx.switching.migrate import plan as switch_plan
+from hetu_fx.switching.migrate import move_plan as switch_plan
 from hetu_fx.switching.migrate.buckets import ARRIVING, LEAVING, NEW, Carrier, StateTensor, peak_bytes
 from hetu_fx.switching.migrate.move_plan import LEAST_EXTRA_BYTES, SwitchPlan
 from tests.oracles.annotation_reference import shard

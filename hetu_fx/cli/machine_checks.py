@@ -25,6 +25,7 @@ SETTINGS = (
     "HETU_FX_JOB",
     "HETU_FX_NODE",
     "HETU_FX_PROGRESS",
+    "HETU_FX_SECRET",
     "HETU_FX_START",
     "HETU_FX_WAIT_SECONDS",
 )

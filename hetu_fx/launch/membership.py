@@ -155,7 +155,8 @@ class Membership:
         """Return it with the next round settled; None where that has to wait.
 
         Members come first, in their order, then newcomers in the order in which they came; those for whom there is no
-        place wait. The first round waits for the last call, others for nobody but their members.
+        place wait. The first round waits for the last call, and for the host: members that leave it alone with a
+        newcomer's rights would leave nobody who could put them out. Others wait for nobody but their members.
 
         Args:
             least: how many nodes the job needs.
@@ -165,7 +166,7 @@ class Membership:
         ready = [one for one in self.joined if one.node not in self.evicted]
         if self.is_closed or self.missing or len(ready) < least:
             return None
-        if not self.members and not last_call_is_over and len(ready) < most:
+        if not self.members and (self.host not in self.joined_nodes or (not last_call_is_over and len(ready) < most)):
             return None
         order = {node: at for at, node in enumerate(self.member_nodes)}
         ready.sort(key=lambda one: order.get(one.node, len(order)))

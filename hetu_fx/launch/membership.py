@@ -3,7 +3,9 @@
 A job goes through rounds. Nodes join the next one, which is settled once every member of the last is accounted for: it
 has joined too, has left, or is silent for more than half of those members. So a node that comes anew never puts
 anybody out, whatever it takes others for; torch's own rendezvous lets it (seen in torch 2.13: two jobs side by side).
-Half of them suffice where the store is served by one of that half, so the store's side of two nodes goes on alone.
+Half of them suffice where one of that half served the store when the round was settled, so the store's side of two
+nodes goes on alone. Another node may serve what it knew last once that store is gone (`moved`): the same rule holds
+there, so of two stores at the most one has the members that it takes to settle a round.
 
 A member that was put out finds a later round without itself, and joins again as anybody does.
 """

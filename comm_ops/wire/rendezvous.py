@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.distributed.rendezvous import rendezvous
 
-from hetu_fx.base.addresses import LOOPBACK, VARIABLE, Contact, rank_addresses, socket_family
+from hetu_fx.base.addresses import LOOPBACK, LOOPBACK_NAMES, VARIABLE, Contact, rank_addresses, socket_family
 from hetu_fx.base.torch_private import PrefixStore, Store, TCPStore
 from hetu_fx.errors import EnvironmentProblem
 
@@ -37,7 +37,6 @@ TELL_SECONDS = 30.0
 _PAUSE_SECONDS = 0.005
 _ROOT = "hetu_fx/meeting"
 _MOST_TOLD = 3
-_LOOPBACK_NAMES = ("localhost", LOOPBACK)
 
 
 def meet(rank: int, world: int) -> tuple[Store, str | None]:
@@ -56,7 +55,7 @@ def meet(rank: int, world: int) -> tuple[Store, str | None]:
 def _own_store(rank: int, world: int) -> Store:
     """Return the store that rank 0 serves where no launcher does; at the loopback, where that is where others look."""
     host, port, bound = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=SECONDS)
-    if rank == 0 and host in _LOOPBACK_NAMES:
+    if rank == 0 and host in LOOPBACK_NAMES:
         with suppress(OSError):  # this process serves one there already, which torch goes on with
             return serve_store(LOOPBACK, port, bound)
     store: Store = next(rendezvous("env://", rank, world, timeout=bound))[0]

@@ -23,10 +23,11 @@ from hetu_fx.base.torch_private import host_of_world
 from hetu_fx.errors import EnvironmentProblem
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_NAMES = ("localhost", LOOPBACK)
 VARIABLE = "GLOO_SOCKET_IFNAME"
 """Of the environment: the interface to use, gloo's own word for it."""
 
-_ANYWHERE = "192.0.2.1"  # of no machine (RFC 5737): the way there is the way to other networks
+ANYWHERE = "192.0.2.1"  # of no machine (RFC 5737): the way there is the way to other networks
 _PORT = 9  # nothing is sent to it
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _IPV6_FILE = Path("/proc/net/if_inet6")
@@ -53,7 +54,7 @@ class Contact:
         Raises EnvironmentProblem for an interface that this machine does not have.
         """
         wanted = host or host_of_world() or os.environ.get("MASTER_ADDR")
-        source, target = _way_to(wanted or _ANYWHERE)
+        source, target = _way_to(wanted or ANYWHERE)
         given = os.environ.get(VARIABLE, "").split(",")[0]
         return cls(network_name(), _address_of(given) if given else source, target if wanted else "")
 
@@ -65,8 +66,8 @@ def rank_addresses(reaches: Sequence[Contact]) -> tuple[str, ...]:
     """
     if len({reach.network for reach in reaches}) == 1:
         return (LOOPBACK,) * len(reaches)
-    dialled = next((reach.target for reach in reaches if reach.target and not _is_loopback(reach.target)), None)
-    found = [dialled if _is_loopback(reach.source) else reach.source for reach in reaches]
+    dialled = next((reach.target for reach in reaches if reach.target and not is_loopback(reach.target)), None)
+    found = [dialled if is_loopback(reach.source) else reach.source for reach in reaches]
     if None in found:
         raise EnvironmentProblem(
             f"rank {found.index(None)} knows no address of its machine but {reaches[found.index(None)].source}, which "
@@ -112,6 +113,6 @@ def _address_of(interface: str) -> str:
     )
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
     """Tell whether an address leads nowhere but to the machine itself."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

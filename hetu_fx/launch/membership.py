@@ -3,7 +3,9 @@
 A job goes through rounds. Nodes join the next one, which is settled once every member of the last is accounted for: it
 has joined too, has left, or is silent for more than half of those members. So a node that comes anew never puts
 anybody out, whatever it takes others for; torch's own rendezvous lets it (seen in torch 2.13: two jobs side by side).
-Half of them suffice where the store is served by one of that half, so the store's side of two nodes goes on alone.
+Half of them suffice where one of that half served the store when the round was settled, so the store's side of two
+nodes goes on alone. Another node may serve what it knew last once that store is gone (`moved`): the same rule holds
+there, so of two stores at the most one has the members that it takes to settle a round.
 
 A member that was put out finds a later round without itself, and joins again as anybody does.
 """
@@ -155,7 +157,8 @@ class Membership:
         """Return it with the next round settled; None where that has to wait.
 
         Members come first, in their order, then newcomers in the order in which they came; those for whom there is no
-        place wait. The first round waits for the last call, others for nobody but their members.
+        place wait. The first round waits for the last call, and for the host: members that leave it alone with a
+        newcomer's rights would leave nobody who could put them out. Others wait for nobody but their members.
 
         Args:
             least: how many nodes the job needs.
@@ -165,7 +168,7 @@ class Membership:
         ready = [one for one in self.joined if one.node not in self.evicted]
         if self.is_closed or self.missing or len(ready) < least:
             return None
-        if not self.members and not last_call_is_over and len(ready) < most:
+        if not self.members and (self.host not in self.joined_nodes or (not last_call_is_over and len(ready) < most)):
             return None
         order = {node: at for at, node in enumerate(self.member_nodes)}
         ready.sort(key=lambda one: order.get(one.node, len(order)))

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -102,7 +102,7 @@ class HetuRendezvous(RendezvousHandler):
         self._endpoints = tuple(map(Endpoint.of, parameters.endpoint.split(",")))
         # Of several endpoints more than half have to be there at the start: a node that starts again while it cannot
         # reach the others begins no second job.
-        self._quorum = len(self._endpoints) // 2 + 1 if len(self._endpoints) > 1 else 1
+        self._quorum = len(self._endpoints) // 2 + 1
         self._least, self._most = parameters.min_nodes, parameters.max_nodes
         address = parameters.local_addr or self._endpoints[0].own_address()
         self._me = Member(f"{node_name()}-{os.getpid()}-{secrets.token_hex(3)}", address)
@@ -156,17 +156,23 @@ class HetuRendezvous(RendezvousHandler):
 
     def _latest(self, used: MembershipStore | None = None) -> MembershipStore | None:
         """Return the first of the stores whose last round is the latest, of those that are served and have one."""
-        best, number = None, -1
+        found = list(self._numbered(used))
+        best = max(found, key=lambda one: one[0], default=(0, None))[1]
+        for _, store in found:
+            if store is not best and store is not used:
+                store.end()
+        return best
+
+    def _numbered(self, used: MembershipStore | None) -> Iterator[tuple[int, MembershipStore]]:
+        """Yield the stores that are served, with the numbers of their last rounds; the one in use as it is."""
         for where in self._endpoints:
             with suppress(RendezvousConnectionError):
                 is_used = used is not None and used.where == where and not used.lost
                 store = used if used and is_used else self._connected(where.dial(_DIAL_SECONDS), where)
-                found = store.read().number if store.has_value() else -1
-                if found > number:
-                    best, store, number = store, best or store, found
-                if store is not best and store is not used:
+                if store.has_value():
+                    yield store.read().number, store
+                elif store is not used:
                     store.end()
-        return best
 
     def _move(self) -> None:
         """Go to the store where the job goes on: the latest of those that are served; serve one where it is time to.
@@ -261,8 +267,9 @@ class HetuRendezvous(RendezvousHandler):
         if self._at.lost:
             _LOG.warning("the rendezvous at %s is gone: %s", self._at.where, self._at.lost)
             return 1
-        has_read = known is not None and known.number >= self._settled.number  # not from before the round was settled
-        return known.waiting(self._me.node, self._most) if known is not None and has_read else 0
+        if known is None or known.number < self._settled.number:  # read before the round was settled
+            return 0
+        return known.waiting(self._me.node, self._most)
 
     def is_closed(self) -> bool:
         """Tell whether the job has ended."""

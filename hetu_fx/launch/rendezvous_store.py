@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
-from hetu_fx.base.addresses import LOOPBACK, Contact
+from hetu_fx.base.addresses import ANYWHERE, LOOPBACK_NAMES, Contact, is_loopback
 from hetu_fx.base.torch_private import PrefixStore, TCPStore, connected_anew
 from hetu_fx.comm_ops.wire.rendezvous import serve_store
 from hetu_fx.errors import EnvironmentProblem
@@ -33,8 +33,7 @@ SECRET = "HETU_FX_SECRET"
 
 DEFAULT_PORT = 29400
 _LOG = logging.getLogger(__name__)
-_LOOPBACK_NAMES = ("localhost", "::1", LOOPBACK)
-_OUTSIDE = "192.0.2.1"  # of no machine (RFC 5737): the way there is the way to other machines
+_LOOPBACK_NAMES = (*LOOPBACK_NAMES, "::1")
 _STORE_SECONDS = 600.0
 
 T = TypeVar("T")
@@ -65,8 +64,8 @@ class Endpoint:
     def own_address(self) -> str:
         """Return the address at which other nodes reach this one: at its end of the way there."""
         source = Contact.own(self.host).source
-        is_here = source.startswith("127.") or source == "::1"
-        return Contact.own(_OUTSIDE).source if is_here and self.host not in _LOOPBACK_NAMES else source
+        is_named = is_loopback(source) and self.host not in _LOOPBACK_NAMES
+        return Contact.own(ANYWHERE).source if is_named else source
 
     def serve(self, address: str) -> TCPStore | None:
         """Serve the store where this is an address of this machine that nobody serves yet; else None.

@@ -83,7 +83,8 @@ class UnitBuffers:
                 buffer, start = self._places[entry.name]
                 like = torch.empty(self._sizes[entry.name], dtype=entry.dtype, device="meta")
                 empty = torch.empty(0, dtype=entry.dtype, device=self._device)
-                found[entry.name] = empty.set_(buffer.view(entry.dtype), start, like.shape, like.stride())
+                of_memory = torch.ops.aten.set_.source_Tensor_storage_offset  # torch's types know of storages alone
+                found[entry.name] = of_memory(empty, buffer.view(entry.dtype), start, like.shape, like.stride())
         return found
 
     def has(self, tensor: Tensor) -> bool:

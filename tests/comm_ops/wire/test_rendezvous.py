@@ -109,7 +109,7 @@ def test_ranks_of_several_networks_try_to_connect(monkeypatch: pytest.MonkeyPatc
         [Contact("n", "127.0.0.1", "127.0.0.2"), Contact("m", "127.0.0.3"), Contact("m", "127.0.0.3")],
         HashStore(),
     )
-    monkeypatch.setattr("hetu_fx.base.addresses._is_loopback", lambda address: address == LOOPBACK)
+    monkeypatch.setattr("hetu_fx.base.addresses.is_loopback", lambda address: address == LOOPBACK)
     monkeypatch.setattr(Contact, "own", lambda rank: found[int(rank)])
 
     def agreed(rank: int) -> str:

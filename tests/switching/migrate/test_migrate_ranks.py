@@ -396,7 +396,7 @@ def check_state_that_an_owner_has_lost_is_refused_everywhere(rank: int, world: i
 
 def check_ranks_that_want_different_homes_are_refused(rank: int, world: int, folder: Path) -> None:
     _, homes = parameters(rank)
-    with pytest.raises(StateError, match="all ranks must do the same"):
+    with pytest.raises(StateError, match="do the same to the model and its optimizers on all ranks"):
         moved(homes, [], ELSEWHERE if rank else BEFORE)
 
 

@@ -29,16 +29,28 @@ import hetu_fx.api  # noqa: F401  (once, for all forks)
 from tests.chaos_faults import inflict_all
 from tests.chaos_job import SCRIPT, Bounds, Job, set_steps
 from tests.chaos_kinds import KINDS, Fault, left_out
-from tests.chaos_record import ChaosError
+from tests.chaos_record import ChaosError, Lines
 from tests.chaos_report import check_joins, print_table, summary
 
 TOLERANCE = 1e-10
 
 
-def check(result: dict[str, Any], right: dict[str, Any], told: Sequence[dict[str, Any]]) -> float:
-    """Return the largest difference of any parameter. Raises ChaosError for it, and for batches lost or repeated."""
+def check(
+    result: dict[str, Any], right: dict[str, Any], told: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]]
+) -> float:
+    """Return the largest difference of any parameter. Raises ChaosError for it, and for batches lost or repeated.
+
+    Args:
+        told: what the run said of its steps.
+        alone: what the run without faults said of its own.
+    """
     if (last := check_steps(told)) != result["steps"]:
         raise ChaosError(f"the run has done {result['steps']} steps, and told of {last}")
+    losses = {line["step"]: line["loss"] for line in alone if "step" in line}
+    for at, line in enumerate(told):
+        if "step" in line and not abs(line["loss"] - losses[line["step"]]) <= TOLERANCE:
+            before = "; ".join(map(json.dumps, told[max(0, at - 8) : at + 1]))
+            raise ChaosError(f"the loss of step {line['step']} is not {losses[line['step']]}: {before}")
     worst = max(
         float((torch.tensor(result["parameters"][name]) - torch.tensor(whole)).abs().max())
         for name, whole in right["parameters"].items()
@@ -76,7 +88,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             check_joins(job)
             say(f"compares with a run of {result['steps']} steps without faults")
             right = without_faults(Path(folder) / "right", result["steps"])
-            told["worst_difference"] = check(result, right, job.progress())
+            told["worst_difference"] = check(
+                result, right, job.progress(), Lines(Path(folder) / "right" / "progress.jsonl")()
+            )
         except ChaosError as error:
             told["failure"] = f"seed {options.seed}: {error}"
             say((job.folder / "output").read_text()[-3000:])

@@ -150,7 +150,7 @@ def train() -> None:
             tell(rolled_back=done)
             continue
         done += 1
-        tell(step=done, kept=snapshots.last_step or resumed.step)
+        tell(step=done, loss=loss.item(), kept=snapshots.last_step or resumed.step)
         with phase("snapshot"):
             snapshots.step({"done": done})
         if done % SAVE_EVERY == 0:

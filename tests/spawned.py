@@ -12,6 +12,8 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 NEW_OBJECTS = 50_000
 """How many it takes for garbage to be looked for: a capture makes a few hundred thousand, which stay for a while."""
 
@@ -65,13 +67,20 @@ def free_port() -> str:
 
 
 def run(*command: str, seconds: float, **environment: str) -> tuple[int, str]:
-    """Run a command in its own session, bounded; return its status and what it said."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    """Run a command in its own session; return its status and what it said. Fails with that if it takes longer."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1", **environment}
     process = subprocess.Popen(
         command, env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
         output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)  # it says where its threads stand
+        try:
+            output, _ = process.communicate(timeout=5)
+        except subprocess.TimeoutExpired as still:
+            output = still.output or b""
+        pytest.fail(f"{' '.join(command)} did not end in {seconds:g} s, and said:\n{output.decode()[-4000:]}")
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -106,10 +106,11 @@ def register_patch(patch: Patch | Hook) -> None:
 
 
 def add_patch(patch: Patch | Hook) -> None:
-    """Register what has to be in before there is a parallel model, and put it in."""
-    register_patch(patch)
+    """Put in what has to be in before there is a parallel model, and register it."""
+    way_back = patch.put_in()  # without the lock: what it imports may put in patches of its own
     with _lock:
-        _ways_back[patch] = patch.put_in()
+        _known.append(patch)
+        _ways_back[patch] = way_back
 
 
 def register_substitute(module: str, name: str, make: Substitute) -> None:

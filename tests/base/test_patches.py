@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +14,15 @@ from torch.utils import _foreach_utils
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base import patches
-from hetu_fx.base.patches import Patch, install_patches, known_patches, register_patch, remove_patches
+from hetu_fx.base.patches import (
+    Hook,
+    Patch,
+    add_patch,
+    install_patches,
+    known_patches,
+    register_patch,
+    remove_patches,
+)
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.switching.home import stepped  # noqa: F401  (with its hooks, and what sorts lists)
 from hetu_fx.switching.home.layout import home_layout
@@ -104,3 +112,31 @@ def test_attributes_of_modules_are_replaced_too(monkeypatch: pytest.MonkeyPatch)
     assert vars(module)["size"] == 2
     remove_patches("a_library")
     assert vars(module)["size"] == 1
+
+
+def test_what_is_put_in_at_once_may_put_in_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "_known", [])
+    monkeypatch.setattr(patches, "_lock", not_waited_for := _NotWaitedFor())
+    handle, asked = SimpleNamespace(remove=lambda: None), list[str]()
+
+    def register() -> Any:
+        asked.append("once")
+        install_patches("sys")
+        return handle
+
+    add_patch(Hook("sys", "sys", "hooks", "it is needed at once", "3.11", register))
+    assert (asked, not_waited_for.is_held) == (["once"], False)
+    remove_patches("sys")
+
+
+class _NotWaitedFor:
+    """A lock that refuses whoever would wait for itself."""
+
+    is_held = False
+
+    def __enter__(self) -> None:
+        assert not self.is_held
+        self.is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_held = False

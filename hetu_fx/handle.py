@@ -541,8 +541,8 @@ class Handle:
             optimizer: its state is kept too.
             every: steps between snapshots.
             folder: in each node's memory; None: one that is found by all starts of the job on this node: by its name
-                (HETU_FX_JOB, torchrun's --rdzv-id, or the Slurm step), else by those of one launcher. What another
-                job left in a given folder is gone on from as well.
+                (HETU_FX_JOB, torchrun's --rdzv-id, or the Slurm step), else by those of one launcher and script. What
+                another job left in a given folder is gone on from as well.
             checkpoints: the parent of folders of `save`, of which the newest is loaded where no snapshot is whole.
             stopped_after: seconds without a sign of life after which a process is ended under torchrun, so that all
                 are started again; None: never. `hetu-fx launch` has an option of its own.

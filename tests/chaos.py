@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -46,6 +47,8 @@ def check(
     """
     if (last := check_steps(told)) != result["steps"]:
         raise ChaosError(f"the run has done {result['steps']} steps, and told of {last}")
+    if [line["source"] for line in alone if "resumed" in line] != ["start"]:
+        raise ChaosError("the run without faults has gone on from what another one left")
     losses = {line["step"]: line["loss"] for line in alone if "step" in line}
     for at, line in enumerate(told):
         if "step" in line and not abs(line["loss"] - losses[line["step"]]) <= TOLERANCE:
@@ -124,9 +127,8 @@ def without_faults(folder: Path, steps: int) -> dict[str, Any]:
     """Run the script in this process alone; returns its result."""
     folder.mkdir()
     set_steps(folder, steps)
-    os.environ.update(RANK="0", WORLD_SIZE="1")
-    sys.argv[1:] = [str(folder)]
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    with patch.dict(os.environ, RANK="0", WORLD_SIZE="1"), patch.object(sys, "argv", [str(SCRIPT), str(folder)]):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return result
 

@@ -126,7 +126,8 @@ def train() -> None:
     with phase("plan"):
         model = hetu_fx.auto_parallelize(model, batch(0), plan=plans, optimizer=optimizer, data="global", seed=1)
     with phase("load"):
-        snapshots = model.hetu.snapshots(optimizer, checkpoints=FOLDER / "saved", stopped_after=10.0)
+        own = FOLDER / "snapshots" if WORLD == 1 else None  # alone it is compared with, and goes on from nothing
+        snapshots = model.hetu.snapshots(optimizer, folder=own, checkpoints=FOLDER / "saved", stopped_after=10.0)
         resumed = snapshots.resume()
     done = int(resumed.extra.get("done", 0))
     tell(resumed=done, source=resumed.source)

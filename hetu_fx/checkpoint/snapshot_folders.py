@@ -13,10 +13,12 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from urllib.parse import quote
 
@@ -29,7 +31,7 @@ OTHERS_SECONDS = 10.0
 """For so long the processes of a launcher that has died may take to end."""
 
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
-_LAUNCHER = re.compile(r"launcher-(\d+)-(\d+)-(\d+)")
+_LAUNCHER = re.compile(r"launcher-(\d+)-(\d+)-(\d+)(?:-[0-9a-f]{8})?")
 _USED_BY = ".used-by-"
 _LONGEST_NAME = 150
 _PAUSE_SECONDS = 0.1
@@ -56,8 +58,9 @@ def job_name(environment: Mapping[str, str]) -> str | None:
 def job_folder() -> Path:
     """Return where the processes of this job keep snapshots on this node; it need not be there yet.
 
-    A job without a name has that of its launcher (the parent process), so that workers that it starts again find what
-    those before them left. Folders of such launchers that are gone are removed: no other job finds them.
+    A job without a name has that of its launcher (the parent process) and its script, so that workers that are started
+    again find what those before them left, and another script that a shell runs next does not. Folders of such
+    launchers that are gone are removed: no other job finds them.
 
     Raises:
         CheckpointError: the user's folder is not theirs alone, or another job of this name uses it.
@@ -66,7 +69,7 @@ def job_folder() -> Path:
     if top.parent != SHARED_MEMORY:
         _log.warning("there is no %s to write to; snapshots are kept in %s", SHARED_MEMORY, top)
     name = job_name(os.environ)
-    folder = top / (launcher if name is None else _file_name(name))
+    folder = top / (f"{launcher}-{_script()}" if name is None else _file_name(name))
     _use(folder, launcher)
     _remove_unnamed(top)
     return folder
@@ -149,6 +152,12 @@ def _launcher() -> str:
     """Return a name of the parent process that no other process has on this machine."""
     parent = os.getppid()
     return f"launcher-{pid_namespace()}-{parent}-{start_time(parent)}"
+
+
+def _script() -> str:
+    """Return a short name of the script that this process runs; its arguments may differ between ranks."""
+    path = os.path.realpath(sys.argv[0] if sys.argv else "")
+    return sha256(path.encode(errors="surrogateescape")).hexdigest()[:8]
 
 
 def _file_name(name: str) -> str:

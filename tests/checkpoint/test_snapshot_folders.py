@@ -92,6 +92,14 @@ def test_a_job_with_a_name_finds_what_it_left_under_another_launcher(
     assert folder.is_dir()
 
 
+def test_scripts_without_a_name_that_one_shell_runs_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for script, argument in (("train.py", "--rank=0"), ("train.py", "--rank=1"), ("other.py", "--rank=0")):
+        monkeypatch.setattr(sys, "argv", [script, argument])
+        found.add(job_folder())
+    assert len(found) == 2
+
+
 def test_two_jobs_of_one_name_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_folders, "OTHERS_SECONDS", 0.2)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "100")

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -61,6 +60,10 @@ def _tokens() -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
+EVALUATE = ModuleType("evaluate")
+EVALUATE.load = lambda *_: hub.Accuracy()  # type: ignore[attr-defined]
+
+
 @contextmanager
 def prepared_models_are_parallel(shares: str) -> Iterator[None]:
     """Do before every `prepare` what the script's one line would do; nothing for plain shares."""
@@ -91,9 +94,8 @@ def prepared_models_are_parallel(shares: str) -> Iterator[None]:
 
 def script(name: str) -> ModuleType:
     """Import a script, with what it would take from a hub, and from accelerators, taken from here."""
-    evaluate = SimpleNamespace(load=lambda *_: hub.Accuracy())  # the package that the scripts import need not be there
-    with patch.dict(sys.modules, {"evaluate": evaluate}):
-        module = importlib.import_module(f"accelerate.test_utils.scripts.{PLACES.get(name, f'test_{name}')}")
+    sys.modules["evaluate"] = EVALUATE  # the package that some import need not be there
+    module = importlib.import_module(f"accelerate.test_utils.scripts.{PLACES.get(name, f'test_{name}')}")
     if name in HUB:
         module.load_dataset = hub.load_dataset
         module.TorchTracemalloc = hub.HostMemory

@@ -37,13 +37,15 @@ TOLERANCE = 1e-10
 
 
 def check(
-    result: dict[str, Any], right: dict[str, Any], told: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]]
+    result: dict[str, Any], told: Sequence[dict[str, Any]], right: dict[str, Any], alone: Sequence[dict[str, Any]]
 ) -> float:
     """Return the largest difference of any parameter. Raises ChaosError for it, and for batches lost or repeated.
 
     Args:
-        told: what the run said of its steps.
-        alone: what the run without faults said of its own.
+        result: of the run.
+        told: what it said of its steps.
+        right: the result without faults.
+        alone: what was said of the steps of that.
     """
     if (last := check_steps(told)) != result["steps"]:
         raise ChaosError(f"the run has done {result['steps']} steps, and told of {last}")
@@ -90,10 +92,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             result = _run_with_faults(job, options, faults)
             check_joins(job)
             say(f"compares with a run of {result['steps']} steps without faults")
-            right = without_faults(Path(folder) / "right", result["steps"])
-            told["worst_difference"] = check(
-                result, right, job.progress(), Lines(Path(folder) / "right" / "progress.jsonl")()
-            )
+            expected = without_faults(Path(folder) / "right", result["steps"])
+            told["worst_difference"] = check(result, job.progress(), *expected)
         except ChaosError as error:
             told["failure"] = f"seed {options.seed}: {error}"
             say((job.folder / "output").read_text()[-3000:])
@@ -123,14 +123,13 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def without_faults(folder: Path, steps: int) -> dict[str, Any]:
-    """Run the script in this process alone; returns its result."""
+def without_faults(folder: Path, steps: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Run the script in this process alone; returns its result, and what it said of its steps."""
     folder.mkdir()
     set_steps(folder, steps)
     with patch.dict(os.environ, RANK="0", WORLD_SIZE="1"), patch.object(sys, "argv", [str(SCRIPT), str(folder)]):
         runpy.run_path(str(SCRIPT), run_name="__main__")
-    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return result
+    return json.loads((folder / "result.json").read_text()), Lines(folder / "progress.jsonl")()
 
 
 def main(words: Sequence[str] | None = None) -> int:

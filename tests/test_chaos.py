@@ -66,13 +66,8 @@ def test_under_torchrun_a_lost_process_costs_no_finished_step(tmp_path: Path, nu
     resumed = [line for line in progress() if "resumed" in line]
     assert [line["source"] for line in resumed] == ["start", "memory"]
     assert resumed[1]["resumed"] >= killed_at
-    right = without_faults(tmp_path / "right", STEPS)
-    check(
-        json.loads((folder / "result.json").read_text()),
-        right,
-        progress(),
-        Lines(tmp_path / "right" / "progress.jsonl")(),
-    )
+    expected = without_faults(tmp_path / "right", STEPS)
+    check(json.loads((folder / "result.json").read_text()), progress(), *expected)
 
 
 def test_every_kind_is_dealt_before_one_comes_again_and_every_phase_of_a_kind() -> None:

@@ -109,7 +109,7 @@ def add_patch(patch: Patch | Hook) -> None:
     """Put in what has to be in before there is a parallel model, and register it."""
     way_back = patch.put_in()  # without the lock: what it imports may put in patches of its own
     with _lock:
-        _known.append(patch)
+        register_patch(patch)
         _ways_back[patch] = way_back
 
 

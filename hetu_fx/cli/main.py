@@ -169,14 +169,14 @@ def _call_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from hetu_fx.base.documents import write_atomically
     from hetu_fx.report.page.page import html_page, report_json
     from hetu_fx.report.read import read_log
-    from hetu_fx.report.run import LoggedRun, timelines
+    from hetu_fx.report.run import read_run, timelines
     from hetu_fx.show.timeline import write_trace
 
     if options.trace is not None:
         check_folder("--trace", options.trace, EnvironmentProblem)
     log = read_log(options.file)
     if options.trace is not None:
-        write_trace(options.trace, timelines(LoggedRun(log)))
+        write_trace(options.trace, timelines(read_run(log)))
     if options.json:
         print(json.dumps(report_json(log), indent=2))
         return 0

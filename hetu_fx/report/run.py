@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from statistics import median
+from typing import Any
 
 from hetu_fx.base.json_values import many
 from hetu_fx.cluster.cluster import Cluster
@@ -18,7 +18,6 @@ from hetu_fx.planner.simulate.simulate import simulate
 from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.planner.values.gathered_op import GATHERED_OP, GatheredOp
 from hetu_fx.planner.values.profile_file import Profile
-from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.report.summary import training_steps
 from hetu_fx.report.updates import Entry
@@ -31,80 +30,31 @@ _TOLD = ("variant", "rows", "predicted_seconds", "compute_seconds", "host_second
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What a log, as `read_log` returns it, says of a run."""
+    """What a log says of a run (`read_run`).
+
+    Attributes:
+        log: its entries.
+        processes: how many there are.
+        steps: the training steps.
+        evaluations: the batches without training.
+        cluster: the devices, as corrected last; None where nobody knows.
+        plans: of all variants that the log has, by name.
+        shown: the variants with a plan that have trained, in that order; where none has, all that have a plan.
+        gathered: what variants gather because no rule splits it, as told last; nothing of those that gather nothing.
+        peak_bytes: the most memory that each process has had, as far as it has told it (0: not); [] where none has.
+        on_paper: a step of each variant that is shown, simulated for the rates that its plan was made for.
+    """
 
     log: Sequence[Entry]
-
-    @property
-    def processes(self) -> int:
-        """Return how many processes there are."""
-        return int(self.log[0]["processes"])
-
-    @cached_property
-    def steps(self) -> list[Entry]:
-        """Return the training steps."""
-        return training_steps(self.log)
-
-    @cached_property
-    def evaluations(self) -> list[Entry]:
-        """Return the batches without training."""
-        return [entry for entry in self.log if entry["event"] == "evaluation"]
-
-    @cached_property
-    def cluster(self) -> Cluster | None:
-        """Return the devices, as corrected last; None where nobody knows."""
-        told = [entry["cluster"] for entry in self.log if entry["event"] in ("start", "cluster")]
-        return None if told[-1] is None else Cluster.from_json(told[-1])
-
-    @cached_property
-    def costs(self) -> ProgramCosts | None:
-        """Return what a step costs; None in logs that do not say it."""
-        told = self.log[0]["profile"]
-        return None if told is None else Profile.from_json(told).costs
-
-    @cached_property
-    def plans(self) -> dict[str, Plan]:
-        """Return the plans of all variants that the log has."""
-        return {name: Plan.from_json(entry["plan"]) for name, entry in self._told_plans.items()}
-
-    @cached_property
-    def _told_plans(self) -> dict[str, Entry]:
-        told = (*self.log[0]["plans"], *(entry for entry in self.log if entry["event"] == "plan"))
-        return {entry["name"]: entry for entry in told}
-
-    @cached_property
-    def shown(self) -> list[str]:
-        """Return the variants with a plan that have trained, in that order; where none has, all that have a plan."""
-        ran = dict.fromkeys(entry["variant"] for entry in self.steps)
-        return [name for name in ran if name in self.plans] or list(self.plans)
-
-    @cached_property
-    def gathered(self) -> dict[str, tuple[GatheredOp, ...]]:
-        """Return what variants gather because no rule splits it, as told last; nothing of those that gather nothing."""
-        told = {entry["variant"]: entry["ops"] for entry in self.log if entry["event"] == "gathered"}
-        return {name: _OPS.read(ops, f"gathered of {name!r}") for name, ops in told.items() if ops}
-
-    @cached_property
-    def peak_bytes(self) -> list[int]:
-        """Return the most memory that each process has had, as far as it has told it (0: not); [] where none has."""
-        told = [entry["peak_bytes"] for entry in self.log if entry["event"] == "memory"]
-        return list(told[-1]) if told else []
-
-    @cached_property
-    def on_paper(self) -> Mapping[str, Simulation]:
-        """Return a step of each variant that is shown, simulated for the rates that its plan was made for."""
-        if self.cluster is None or self.costs is None:
-            return {}
-        made = {name: self._simulated(name, self.cluster, self.costs) for name in self.shown}
-        return {name: step for name, step in made.items() if step is not None}
-
-    def _simulated(self, name: str, cluster: Cluster, costs: ProgramCosts) -> Simulation | None:
-        """Return a step on paper; None for a plan that is for other devices or another model than the log's."""
-        rates = {int(rank): rate for rank, rate in self._told_plans[name]["rates"].items()}
-        try:
-            return simulate(self.plans[name], costs, cluster.with_rates(rates))
-        except HetuFxError:
-            return None
+    processes: int
+    steps: Sequence[Entry]
+    evaluations: Sequence[Entry]
+    cluster: Cluster | None
+    plans: Mapping[str, Plan]
+    shown: Sequence[str]
+    gathered: Mapping[str, tuple[GatheredOp, ...]]
+    peak_bytes: Sequence[int]
+    on_paper: Mapping[str, Simulation]
 
     @property
     def traced(self) -> Mapping[str, Timeline]:
@@ -122,7 +72,7 @@ class LoggedRun:
 
     @property
     def _traces(self) -> list[Entry]:
-        return [entry for entry in self.log if entry["event"] == "trace"]
+        return _entries(self.log, "trace")
 
     def settled(self, name: str) -> list[Entry]:
         """Return the steps of a variant after its first, which makes its graphs; where there is no other, that one."""
@@ -139,6 +89,51 @@ class LoggedRun:
         count = max(map(len, told), default=0)  # the last step of a log has none
         whole = [seconds for seconds in told if len(seconds) == count]
         return [median(column) for column in zip(*whole, strict=True)]
+
+
+def read_run(log: Sequence[Entry]) -> LoggedRun:
+    """Return what a log, as `read_log` returns it, says of a run."""
+    steps = training_steps(log)
+    told = {entry["name"]: entry for entry in (*log[0]["plans"], *_entries(log, "plan"))}
+    plans = {name: Plan.from_json(entry["plan"]) for name, entry in told.items()}
+    ran = dict.fromkeys(entry["variant"] for entry in steps)
+    shown = [name for name in ran if name in plans] or list(plans)
+    gathered = {entry["variant"]: entry["ops"] for entry in _entries(log, "gathered")}
+    peaks = [entry["peak_bytes"] for entry in _entries(log, "memory")]
+    devices = [entry["cluster"] for entry in _entries(log, "start", "cluster")][-1]
+    cluster = None if devices is None else Cluster.from_json(devices)
+    return LoggedRun(
+        log,
+        processes=int(log[0]["processes"]),
+        steps=steps,
+        evaluations=_entries(log, "evaluation"),
+        cluster=cluster,
+        plans=plans,
+        shown=shown,
+        gathered={name: _OPS.read(ops, f"gathered of {name!r}") for name, ops in gathered.items() if ops},
+        peak_bytes=list(peaks[-1]) if peaks else [],
+        on_paper=_on_paper({name: plans[name] for name in shown}, told, cluster, log[0]["profile"]),
+    )
+
+
+def _entries(log: Sequence[Entry], *events: str) -> list[Entry]:
+    return [entry for entry in log if entry["event"] in events]
+
+
+def _on_paper(
+    plans: Mapping[str, Plan], told: Mapping[str, Entry], cluster: Cluster | None, profile: Any
+) -> Mapping[str, Simulation]:
+    """Return a step of each plan; nothing of those that are for other devices or another model than the log's."""
+    if cluster is None or profile is None:
+        return {}
+    costs, made = Profile.from_json(profile).costs, {}
+    for name, plan in plans.items():
+        rates = {int(rank): rate for rank, rate in told[name]["rates"].items()}
+        try:
+            made[name] = simulate(plan, costs, cluster.with_rates(rates))
+        except HetuFxError:
+            continue
+    return made
 
 
 def timelines(run: LoggedRun) -> list[Timeline]:

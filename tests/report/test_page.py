@@ -14,7 +14,7 @@ from hetu_fx.planner.values.gathered_op import GATHERED_OP
 from hetu_fx.report.page.page import SECTIONS, html_page, report_json
 from hetu_fx.report.page.traffic import by_kind
 from hetu_fx.report.read import read_log
-from hetu_fx.report.run import LoggedRun
+from hetu_fx.report.run import read_run
 from hetu_fx.report.updates import Entry
 from hetu_fx.show.charts import PLACES, places
 from hetu_fx.show.lanes import visible_events
@@ -107,7 +107,7 @@ def test_the_predicted_step_stands_beside_the_measured_one_by_device() -> None:
 
 
 def test_traffic_by_kind_and_by_link_add_up_to_the_same() -> None:
-    run = LoggedRun(log(4, 9))
+    run = read_run(log(4, 9))
     for name, kinds in zip(NAMES, ({"gather", "gradients"}, {"gather", "gradients", "send"}), strict=True):
         step = run.on_paper[name]
         assert by_kind(step).keys() == kinds
@@ -123,10 +123,10 @@ def test_memory_is_told_by_term_with_what_processes_have_had() -> None:
 
 def test_devices_are_those_that_the_first_steps_have_corrected() -> None:
     entries = log(2, 3)
-    assert LoggedRun(entries).cluster.device(1).flops_per_second == 3e9  # type: ignore[union-attr]
+    assert read_run(entries).cluster.device(1).flops_per_second == 3e9  # type: ignore[union-attr]
     corrected: dict[str, Any] = json.loads(json.dumps(entries[0]["cluster"]).replace("3000000000.0", "9e9"))
     entries.append({"event": "cluster", "step": 3, "cluster": corrected})
-    assert LoggedRun(entries).cluster.device(1).flops_per_second == 9e9  # type: ignore[union-attr]
+    assert read_run(entries).cluster.device(1).flops_per_second == 9e9  # type: ignore[union-attr]
 
 
 def test_what_is_gathered_is_told_by_variant_with_its_line_and_what_would_avoid_it() -> None:

@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from hetu_fx.report.page import losses, memory, steps, timeline, told, traffic
-from hetu_fx.report.run import LoggedRun
+from hetu_fx.report.run import LoggedRun, read_run
 from hetu_fx.report.summary import entry_text
 from hetu_fx.report.updates import Entry
 from hetu_fx.show.markup import page
@@ -49,7 +49,7 @@ SECTIONS: Mapping[str, Section] = {
 
 def html_page(log: Sequence[Entry], title: str) -> str:
     """Return the page of a log that `read_log` has read."""
-    run = LoggedRun(log)
+    run = read_run(log)
     bodies = {key: section.html(run) for key, section in SECTIONS.items()}
     shown = {key: body for key, body in bodies.items() if body}
     contents = " ".join(f'<a href="#{key}">{escape(SECTIONS[key].title)}</a>' for key in shown)
@@ -63,5 +63,5 @@ def _section(key: str, body: str) -> str:
 
 def report_json(log: Sequence[Entry]) -> dict[str, Any]:
     """Return what the page says as what JSON can say, by the keys of `SECTIONS`."""
-    run = LoggedRun(log)
+    run = read_run(log)
     return {"processes": run.processes, **{key: section.data(run) for key, section in SECTIONS.items()}}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.base.dtypes import carries_gradient
-from hetu_fx.base.torch_private import OpOverload, schema, tree_flatten, tree_leaves, tree_unflatten, written_names
+from hetu_fx.base.torch_private import OpOverload, argument_names, schema, tree_flatten, tree_leaves, tree_unflatten
 
 Leaf = Any
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -98,7 +98,7 @@ class Call:
 
     def unshared(self) -> Call:
         """Return the call with copies of the tensors that the op writes to; others see nothing of it."""
-        written = set(written_names(self.op))
+        written = set(argument_names(self.op).written)
         if not written:
             return self
         pairs = zip(self.tensor_names, self.tensors, strict=True)

@@ -37,8 +37,9 @@ from hetu_fx.switching.step.batches import ReadBatch, read_batch, same_inputs
 from hetu_fx.switching.step.compiled_plans import GraphCompute, GraphVariant
 from hetu_fx.switching.step.execution import LossAndOutput, Reading, Run, StepInputs, wants_values
 from hetu_fx.switching.step.filling import Fillings
+from hetu_fx.switching.step.graph_step import find_stage
 from hetu_fx.switching.step.loss import PredictedLossGrad
-from hetu_fx.switching.step.run_step import find_stage, run_step
+from hetu_fx.switching.step.run import run_step
 from hetu_fx.switching.step.variant import DeferredGradients
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.deduce import Deduce

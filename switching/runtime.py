@@ -10,9 +10,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,21 +20,14 @@ from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.torch_private import transform_level
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.calls import note
-from hetu_fx.comm_ops.wire.consensus import (
-    Count,
-    LocalFacts,
-    StepFacts,
-    agree,
-    any_rank,
-    broadcast_from_rank0,
-    raise_on_all_ranks,
-)
+from hetu_fx.comm_ops.wire.consensus import Count, StepFacts, broadcast_from_rank0
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import CommError, StateError
 from hetu_fx.graph.bind import LossCall, as_call
 from hetu_fx.plans.homes import choose_homes, speeds
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.batch import batch_from_call
+from hetu_fx.switching.agreement import Agreement, Watcher
 from hetu_fx.switching.eviction import IdleMemory
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.parameters import Buffers, bring_home
@@ -58,7 +50,6 @@ from hetu_fx.switching.step.execution import (
 from hetu_fx.switching.step.loss import PredictedLossGrad, SeenLoss
 from hetu_fx.switching.step.policy import BatchFacts
 from hetu_fx.switching.step.rows import RowPlan, check_rows, plan_rows
-from hetu_fx.switching.step.same_inputs import SameInputs
 from hetu_fx.switching.step.step_report import LastStep, StepTimes
 from hetu_fx.switching.step.timer import ComputeTimer, HostTime, find_clock
 from hetu_fx.switching.step.variant import Variant
@@ -70,16 +61,6 @@ _log = logging.getLogger("hetu_fx.variants")
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Listener = Callable[[str, float, float], None]
-
-
-class Watcher(Protocol):
-    """Goes along with a run: before every step it tells the other ranks something, and hears what all have told."""
-
-    def tell(self) -> Mapping[str, float]:
-        """Return facts of this rank, by their names in `StepFacts`."""
-
-    def observe(self, facts: StepFacts) -> None:
-        """Take in what all ranks have agreed on; on all ranks in the same order, so that it may be collective."""
 
 
 class Runtime:
@@ -108,10 +89,11 @@ class Runtime:
         self.times = StepTimes()
         self.idle = IdleMemory(table, settings.options.idle_bytes)
         self.writes = Writes(table, homes, self.buffers)
-        self.same_inputs = SameInputs(table, shared=settings.shared)
+        self.agreement = Agreement(
+            model, table, execution, settings, self.writes, self.members, own_seconds=self._own_seconds
+        )
         self.whole = WholeModule(model, table, self.buffers, self.writes, settings.options.idle_bytes)
         self.in_flight = InFlightState(table, lambda: self.step)
-        self._watchers: list[Watcher] = []
         self._listeners: dict[object, Listener] = {}
         self._lost_listeners: list[Callable[[CommError], None]] = []
         self._stand_by: Callable[[], None] = _rest
@@ -143,12 +125,13 @@ class Runtime:
 
     def watch(self, *watchers: Watcher) -> None:
         """Let watchers go along from the next step on, after those that do so already."""
-        self._watchers += watchers
+        self.agreement.watchers += watchers
 
     def unwatch(self, watcher: Watcher) -> bool:
         """Let a watcher go along no more; tell whether it did."""
-        found = watcher in self._watchers
-        self._watchers = [other for other in self._watchers if other is not watcher]
+        watchers = self.agreement.watchers
+        found = watcher in watchers
+        watchers[:] = [other for other in watchers if other is not watcher]
         return found
 
     def when_idle(self, act: Callable[[], None]) -> None:
@@ -263,7 +246,7 @@ class Runtime:
         if facts.is_asked_alone:
             return self._run_alone(args, kwargs)
         self.shared.forget()
-        for watcher in self._watchers:
+        for watcher in tuple(self.agreement.watchers):
             watcher.observe(facts)
         division = batch.divide(self.variants.able(), self.variants.health.rates)
         return self._run(division or self._by_rows(batch, facts))
@@ -302,72 +285,17 @@ class Runtime:
         self.idle.settle(self.variants, self.current, self.step)
 
     def _agree(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Reading[Any], StepFacts]:
-        """Read the batch and agree with all ranks; once more where what was found does not hold for all rows together.
-
-        An error on one rank is raised on all.
-        """
-        shared = self.settings.shared
-        read = partial(self.execution.read, args, kwargs, self.model.training, shared=shared)
-        batch, facts, changed = self._agree_on(read, of_own_rows=True)
-        if facts.is_asked_alone:
-            return batch, facts
-        rows = batch.facts.rows if shared else sum(facts.rows)
-        if rows and not self._takes(batch, facts, rows):  # what has no rows is refused by what runs it
-            batch, facts, changed = self._agree_on(partial(batch.of_rows, rows), of_own_rows=False)
-        return self._settled(batch, facts, changed=changed)
-
-    def _takes(self, batch: Reading[Any], facts: StepFacts, rows: int) -> bool:
-        """Tell whether what ranks have found is one, and holds for all rows together; alike on all ranks."""
-        if facts.has_unlike_graphs:
-            return False
-        takes = batch.takes(rows)
-        return not any_rank(self.table, [not takes])[0] if facts.asks_rows else takes
-
-    def _agree_on(self, read: Callable[[], Reading[Any]], *, of_own_rows: bool) -> tuple[Reading[Any], StepFacts, bool]:
-        """Return the batch, what ranks agree on, and whether the script has made others of the model's members."""
-        batch: Reading[Any] | None = None
-        local: LocalFacts | Exception
-        told: dict[str, float] = {"asks": not torch.is_grad_enabled()}
-        try:
-            batch = read()
-            told |= {"compute_seconds": self._compute_seconds(), "host_seconds": self.report.host_seconds}
-            told |= self.writes.told
-            same = partial(batch.same_inputs, shared=self.settings.shared)
-            told["inputs"] = self.same_inputs.told(batch.facts.shown, same)
-            for watcher in self._watchers:
-                told.update(watcher.tell())
-            changed = self.members.look(self.execution.structure)
-            local = batch.facts if not self.members.count else self._with_members(batch.facts)
-        except Exception as error:  # whatever it is, the others must not wait for this rank
-            local = error
-        facts = agree(self.table, local, told, takes_unlike_graphs=of_own_rows)
-        assert batch is not None
-        if not facts.is_asked_alone:
-            self.writes.check(facts)
-        return batch, facts, changed
-
-    def _settled(self, batch: Reading[Any], facts: StepFacts, *, changed: bool) -> tuple[Reading[Any], StepFacts]:
-        """Return what ranks have agreed on, ready to run; collective."""
-        self.same_inputs.check(facts, batch.facts.shown, partial(batch.same_inputs, shared=self.settings.shared))
-        if self.settings.shared:
-            facts = replace(facts, counts=batch.facts.counts)
-        fill = partial(batch.filled, facts, self.settings.outputs)
-        if facts.unequal_sizes:  # ranks may have found unlike programs for theirs, of which one does not hold for all
-            batch = raise_on_all_ranks(self.table, fill)
-        elif facts.sizes != batch.facts.sizes:
-            batch = fill()
+        """Return a batch that all ranks have agreed on, once the model's new members are at home; collective."""
+        batch, facts, changed = self.agreement.read(args, kwargs)
         if changed:
             self._take_in()
         return batch, facts
 
-    def _with_members(self, facts: LocalFacts) -> LocalFacts:
-        """Return facts with how often parameters or buffers have become others, which all ranks must have alike."""
-        return replace(facts, signature=f"{facts.signature}, other members {self.members.count} times")
-
-    def _compute_seconds(self) -> float:
-        """Return what the last step computed for; 0, for unknown, where only this host would wait to know it."""
+    def _own_seconds(self) -> Mapping[str, float]:
+        """Return what the last step took here; 0, for unknown, where only this host would wait to know it."""
         timer = self.report.timer
-        return timer.seconds / timer.share if self.table.size > 1 or timer.is_known else 0.0
+        compute_seconds = timer.seconds / timer.share if self.table.size > 1 or timer.is_known else 0.0
+        return {"compute_seconds": compute_seconds, "host_seconds": self.report.host_seconds}
 
     def _take_in(self) -> None:
         """Take in what the script has made of the model's parameters and buffers; collective."""

@@ -33,6 +33,7 @@ FLOORS = (
     "checkpoint export report",
     "switching.adapt",
     "switching.runtime",
+    "switching.agreement",
     "switching.graph_execution",
     "switching.sequences switching.eager",
     "planner.api",

@@ -108,7 +108,6 @@ def by_node(ranks: tuple[int, ...], nodes: tuple[int, ...]) -> tuple[tuple[int, 
     return tuple(map(tuple, found.values()))
 
 
-@lru_cache(maxsize=4096)
 def lanes(levels: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
     """List groups of one rank of every node, as many as the fullest node has ranks; others' ranks take turns."""
     return tuple(tuple(ranks[lane % len(ranks)] for ranks in levels) for lane in range(max(map(len, levels))))

@@ -16,7 +16,7 @@ from functools import cache, partial, wraps
 from operator import attrgetter
 from threading import Thread
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest import mock
 from weakref import finalize, ref
 
@@ -194,29 +194,21 @@ def is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-@cache
-def written_names(op: Any) -> tuple[str, ...]:
-    """Return the names of the arguments that an op writes to, by its schema."""
-    return tuple(argument.name for argument in schema(op).arguments if is_written(argument))
+class ArgumentNames(NamedTuple):
+    """What arguments of an op are called, in order: all, those that it writes to, those that are lists of tensors."""
+
+    all: tuple[str, ...]
+    written: tuple[str, ...]
+    lists_of_tensors: tuple[str, ...]
 
 
 @cache
-def names_in_order(op: Any) -> tuple[str, ...]:
-    """Return what the arguments of an op are called, in order."""
-    return tuple(argument.name for argument in schema(op).arguments)
-
-
-@cache
-def lists_of_tensors(op: Any) -> tuple[str, ...]:
-    """Return the names of the arguments of an op that are lists of tensors, in order."""
-    arguments = ((argument.name, str(argument.type)) for argument in schema(op).arguments)
-    return tuple(name for name, kind in arguments if kind.startswith("List[") and "Tensor" in kind)
-
-
-@cache
-def argument_names(op: Any) -> frozenset[str]:
-    """Return what the arguments of an op are called."""
-    return frozenset(argument.name for argument in schema(op).arguments)
+def argument_names(op: Any) -> ArgumentNames:
+    """Return what the arguments of an op are called, by its schema."""
+    arguments = schema(op).arguments
+    lists = (one.name for one in arguments if str(one.type).startswith("List[") and "Tensor" in str(one.type))
+    written = (one.name for one in arguments if is_written(one))
+    return ArgumentNames(tuple(one.name for one in arguments), tuple(written), tuple(lists))
 
 
 def has_schema(target: Any) -> bool:

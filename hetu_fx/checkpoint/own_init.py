@@ -26,12 +26,11 @@ from hetu_fx.base.torch_private import (
     RESETS,
     SLOTS,
     TorchDispatchMode,
+    argument_names,
     buffer_slots,
-    names_in_order,
     parameter_slots,
     storage_key,
     tree_leaves,
-    written_names,
 )
 from hetu_fx.comm_ops.wire.consensus import hash_text
 from hetu_fx.errors import StateError
@@ -171,8 +170,8 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if written := written_names(func):
-            given = dict(zip(names_in_order(func), args, strict=False)) | kwargs
+        if written := argument_names(func).written:
+            given = dict(zip(argument_names(func).all, args, strict=False)) | kwargs
             values = tree_leaves([given[name] for name in written if name in given])
             self.storages.update(storage_key(one.untyped_storage()) for one in values if isinstance(one, Tensor))
         return func(*args, **kwargs)

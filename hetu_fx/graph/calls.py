@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetu_fx.base.torch_private import OpOverload, is_written, schema, written_names
+from hetu_fx.base.torch_private import OpOverload, argument_names, is_written, schema
 from hetu_fx.graph import meta
 
 aten = torch.ops.aten
@@ -122,7 +122,8 @@ def functional_form(op: OpOverload[..., Any]) -> OpOverload[..., Any] | None:
     packet = getattr(getattr(torch.ops, namespace), plain, None)
     wanted = _taken(given for given in schema(op).arguments if not given.is_out)
     overloads = () if packet is None else (getattr(packet, overload) for overload in packet.overloads())
-    return next((one for one in overloads if _taken(schema(one).arguments) == wanted and not written_names(one)), None)
+    functional = (one for one in overloads if not argument_names(one).written)
+    return next((one for one in functional if _taken(schema(one).arguments) == wanted), None)
 
 
 def _taken(arguments: Iterable[Any]) -> list[tuple[str, str]]:

@@ -53,7 +53,7 @@ def _make_at(node: fx.Node, device: torch.device) -> None:
         return device if isinstance(argument, torch.device) else argument
 
     node.args, node.kwargs = tree_map(named, node.args), tree_map(named, dict(node.kwargs))
-    makes = "device" in argument_names(node.target) and not any(map(meta.is_tensor, node.all_input_nodes))
+    makes = "device" in argument_names(node.target).all and not any(map(meta.is_tensor, node.all_input_nodes))
     if makes and node.kwargs.get("device") is None and device != HOST:
         node.update_kwarg("device", device)
 

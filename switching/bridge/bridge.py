@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class Bridge:
     Made alike on all ranks of `table`; every call is collective over them. `lowering` chooses the form of its messages
     (None: the cheapest on the links of `table`). `is_outdated` is set where parameters have got other homes since.
     `reduced_with` is how many reduce buckets have to be started for the gradients of each unit to be under way.
+    `reduce_buckets` has the names of the parameters of each reduce bucket, in order, `reduce_bucket_of` the number of
+    each parameter's, `early` those whose gradients may travel before the last one of this rank is there.
     """
 
     def __init__(
@@ -52,6 +54,9 @@ class Bridge:
         self.is_outdated = False
         units = {entry.unit for entry in self.plan.entries}
         self.reduced_with = {unit: sum(bucket.unit >= unit for bucket in self.plan.reduces) for unit in units}
+        self.reduce_buckets = tuple(bucket.names for bucket in self.plan.reduces)
+        self.reduce_bucket_of = {name: number for number, names in enumerate(self.reduce_buckets) for name in names}
+        self.early = frozenset(name for names in self.reduce_buckets[:-1] for name in names)
         lowering = lowering or Lowering(table.topology)
         self.table = table
         self._device, self._has_met = torch.device("cpu"), False
@@ -65,39 +70,21 @@ class Bridge:
             BucketRun(table, bucket, reduces, tag, lowering, required=False)
             for tag, bucket in enumerate(self.plan.reduces, len(self.plan.gathers))  # both may be under way
         ]
+        self._gathers_nothing = not any(run.messages or run.moved or run.copied for run in self._gathers)
 
     @property
     def sends_gradients(self) -> bool:
         """Whether any gradient of this rank travels, or arrives."""
         return any(run.messages or run.moved for run in self._reduces)
 
-    @cached_property
-    def reduce_bucket_of(self) -> Mapping[str, int]:
-        """The number of each parameter's reduce bucket."""
-        return {name: number for number, names in enumerate(self.reduce_buckets) for name in names}
-
     @property
     def names(self) -> frozenset[str]:
         """The parameters that it brings."""
         return frozenset(entry.name for entry in self.plan.entries)
 
-    @cached_property
-    def reduce_buckets(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the parameters of each reduce bucket, in order."""
-        return tuple(bucket.names for bucket in self.plan.reduces)
-
-    @cached_property
-    def early(self) -> frozenset[str]:
-        """Names of the parameters whose gradients may travel before the last one of this rank is there."""
-        return frozenset(name for names in self.reduce_buckets[:-1] for name in names)
-
     def shares(self, pieces: Mapping[str, Tensor]) -> bool:
         """Tell whether what `gather` returns is these pieces, where they stand: nothing moves."""
         return self._gathers_nothing and all(pieces[e.name].dtype is e.dtype for e in self.plan.entries)
-
-    @cached_property
-    def _gathers_nothing(self) -> bool:
-        return not any(run.messages or run.moved or run.copied for run in self._gathers)
 
     def gather(self, pieces: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Turn this rank's home pieces into its compute parameters (names that it reads only).
@@ -187,7 +174,8 @@ class Reduction:
         bridge.meet()
         self._bridge = bridge
         self._ready: dict[str, Tensor | None] = {}
-        self._expected, self._most = expected, most
+        self._most = most
+        self._open = [set(names).intersection(expected) for names in bridge.reduce_buckets]  # awaited for each bucket
         self._under_way: deque[Handle] = deque()
         self._started = 0
         self._results: dict[str, Tensor] = {}
@@ -198,11 +186,6 @@ class Reduction:
         self._open[self._bridge.reduce_bucket_of[name]].discard(name)
         while self._started < len(self._open) and not self._open[self._started]:
             self._start_next()
-
-    @cached_property
-    def _open(self) -> list[set[str]]:
-        """Return what is awaited for each bucket."""
-        return [set(names).intersection(self._expected) for names in self._bridge.reduce_buckets]
 
     def start(self, last: dict[str, Tensor] | None = None, end: int | None = None) -> None:
         """Start what is left up to bucket `end` (None: all), with zeros for gradients that never came.
@@ -283,6 +266,7 @@ class BucketRun:
         self.copied = [(n, *cuts) for n in still if n not in self.kept for cuts in self._own(n, own[n], rank)]
         # A held but empty part arrives from nobody; gradients have a result of every name.
         self.wanted = dict.fromkeys(n for n, place in self.targets.items() if place.held or not required)
+        self._stay = [name for name in self.wanted if name in self.kept]  # what this rank has before and after
         self.needed_later = {*self.kept, *(name for name, *_ in self.copied), *self.moved}
         self.stays = not (self.messages or self.moved or self.copied)  # what is not kept is empty here
         self._empty: tuple[torch.device, dict[str, Tensor]] | None = None
@@ -318,11 +302,6 @@ class BucketRun:
         return NoCommBucket(
             self._nothing(device) | {name: value for name, value in values.items() if value is not None}
         )
-
-    @cached_property
-    def _stay(self) -> list[str]:
-        """Return the names of what this rank has before and after."""
-        return [name for name in self.wanted if name in self.kept]
 
     def _nothing(self, device: torch.device) -> dict[str, Tensor]:
         """Return the empty results of what it does not have, the same ones each time."""

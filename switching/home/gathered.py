@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from hetu_fx.base.torch_private import (
+    argument_names,
     disabled_torch_function,
     is_parameter,
     make_subclass,
-    names_in_order,
     schema,
     tree_leaves,
     tree_map,
-    written_names,
 )
 from hetu_fx.base.torch_private import version as version_of
 from hetu_fx.errors import StateError
@@ -164,13 +163,13 @@ def _give_back(func: Any, result: Any, first: HomeTensor, owners: dict[int, tupl
 
 def named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of an op by the names in its schema."""
-    return dict(zip(names_in_order(func), args, strict=False)) | kwargs
+    return dict(zip(argument_names(func).all, args, strict=False)) | kwargs
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """List the arguments that the op's schema says it writes."""
     values = named_arguments(func, args, kwargs)
-    return [values[name] for name in written_names(func) if name in values]
+    return [values[name] for name in argument_names(func).written if name in values]
 
 
 def _is_view(func: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -21,26 +21,28 @@ Chunk = tuple[Box, Box]
 
 @dataclass(frozen=True, eq=False)
 class LocalPart:
-    """Says which elements of a global tensor `rank` holds, as one dense tensor; it may be none."""
+    """Says which elements of a global tensor `rank` holds, as one dense tensor; it may be none.
+
+    Attributes:
+        held: whether the rank is one of those that hold the tensor.
+        region: the index space of this rank's part; empty where it holds nothing.
+        local_shape: the shape of the part; (0,) for a scalar that another rank holds.
+    """
 
     annotation: Annotation
     shape: Shape
     rank: int
+    held: bool = field(init=False)
+    region: Region = field(init=False)
+    local_shape: tuple[int, ...] = field(init=False)
 
-    @cached_property
-    def held(self) -> bool:
-        """Whether the rank is one of those that hold the tensor."""
-        return self.annotation.holds(self.rank)
-
-    @cached_property
-    def region(self) -> Region:
-        """The index space of this rank's part; empty where it holds nothing."""
-        return self.annotation.region(self.rank, self.shape) if self.held else Region(((),) * len(self.shape))
-
-    @cached_property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of the part; (0,) for a scalar that another rank holds."""
-        return self.region.local_shape if self.shape or self.held else (0,)
+    def __post_init__(self) -> None:
+        held = self.annotation.holds(self.rank)
+        region = self.annotation.region(self.rank, self.shape) if held else Region(((),) * len(self.shape))
+        set_once = object.__setattr__
+        set_once(self, "held", held)
+        set_once(self, "region", region)
+        set_once(self, "local_shape", region.local_shape if self.shape or held else (0,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,16 +56,16 @@ class HomeLayout(LocalPart):
 
     shape: tuple[int, ...]
     world: int
+    size: torch.Size = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "size", torch.Size(self.shape))
 
     @property
     def boxes(self) -> tuple[Box, ...]:
         """The boxes of the piece in the global tensor, in local row-major order."""
         return self.region.boxes if self.held else ()
-
-    @cached_property
-    def size(self) -> torch.Size:
-        """The shape as torch takes it, which makes one of any other sequence each time."""
-        return torch.Size(self.shape)
 
     @property
     def is_whole(self) -> bool:

@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 
 from hetu_fx.base.torch_private import (
+    argument_names,
     increment_version,
-    lists_of_tensors,
-    names_in_order,
     overload_name,
     schema,
-    written_names,
 )
 from hetu_fx.comm_ops.wire.collectives import reduce_world
 from hetu_fx.errors import StateError
@@ -256,11 +254,11 @@ def _run_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     A position whose written tensor is plain runs whole: its home operands are gathered.
     """
-    given, written = named_arguments(func, args, kwargs), written_names(func)
-    lists = {name: given[name] for name in lists_of_tensors(func) if given.get(name)}
+    given, written = named_arguments(func, args, kwargs), argument_names(func).written
+    lists = {name: given[name] for name in argument_names(func).lists_of_tensors if given.get(name)}
     alike = _cut_alike(lists)
     layouts, cuts = alike or _cut_by_position(lists, written)
-    pieces = [cuts.get(name, value) for name, value in zip(names_in_order(func), args, strict=False)]
+    pieces = [cuts.get(name, value) for name, value in zip(argument_names(func).all, args, strict=False)]
     results = func(*pieces, **{name: cuts.get(name, value) for name, value in kwargs.items()})
     targets = [(i, t) for name in written if name in lists for i, t in enumerate(lists[name]) if type(t) is HomeTensor]
     mark_written([target for _, target in targets])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from hetu_fx.base.words import bytes_text
@@ -58,7 +58,7 @@ class SwitchPlan:
         """List the tensors that change their home."""
         return tuple(tensor for bucket in self.buckets if bucket.completes for tensor in bucket.tensors)
 
-    @cached_property
+    @property
     def pairs(self) -> Mapping[tuple[int, int], int]:
         """Return the bytes that travel from each sender to each receiver."""
         pairs: Counter[tuple[int, int]] = Counter()

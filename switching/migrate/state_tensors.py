@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -178,7 +177,6 @@ def with_layout(tensor: HomeTensor, piece: torch.Tensor | None, target: Annotati
     tensor.data = HomeTensor(tensor.local.new_empty(layout.local_shape) if piece is None else piece, layout)
 
 
-@lru_cache(maxsize=16)
 def _digest(tensors: tuple[StateTensor, ...]) -> int:
     """Hash descriptions to 48 bits, the same in every process."""
     return hash_text(repr(tensors))

@@ -45,7 +45,7 @@ from hetu_fx.switching.step.assigned_rows import (
 )
 from hetu_fx.switching.step.compiled_plans import GraphVariant
 from hetu_fx.switching.step.execution import Division, Reading, StepInputs, VariantPart
-from hetu_fx.switching.step.run_step import run_step
+from hetu_fx.switching.step.run import run_step
 from hetu_fx.switching.step.variant import Variant
 
 _SHARES = (1, 2, 4)  # these parts of the longest row are what times are fitted to

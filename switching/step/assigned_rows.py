@@ -40,7 +40,7 @@ class Sequences:
     inputs: Mapping[str, tuple[Tensor, ...]]
     others: Mapping[str, Any]
 
-    @cached_property
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Return the tokens of each sequence."""
         return tuple(map(len, next(iter(self.inputs.values()))))
@@ -170,7 +170,8 @@ class AssignedRows:
     @property
     def tokens(self) -> int:
         """Return the tokens of the sequences."""
-        return sum(self.sequences.lengths[i] for i in self.assignment.positions)
+        lengths = self.sequences.lengths
+        return sum(lengths[i] for i in self.assignment.positions)
 
     @cached_property
     def counts(self) -> tuple[float, ...]:

@@ -6,7 +6,6 @@ import hashlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
@@ -66,6 +65,38 @@ StageKey = tuple[bool, bool]
 """How a program is run: whether other values than the loss are wanted, and whether it splits into micro-batches."""
 
 
+@dataclass(frozen=True)
+class GraphFacts:
+    """What a step has to know of a program under a plan; the same on all ranks.
+
+    Attributes:
+        readers: the ranks that read each input, by its name.
+        random_states: the names of the random state leaves.
+        count_dtypes: the dtypes of the count leaves.
+        loss_form: the shape and the dtype of the loss, for ranks that make none; None without a loss.
+        draws_by_token: whether random numbers are told apart by tokens, counted over rows as long as each other.
+    """
+
+    readers: Mapping[str, frozenset[int]]
+    random_states: tuple[str, ...]
+    count_dtypes: tuple[torch.dtype, ...]
+    loss_form: tuple[tuple[int, ...], torch.dtype] | None
+    draws_by_token: bool
+
+    @classmethod
+    def of(cls, deduced: DeducedGraph) -> GraphFacts:
+        """Read them off a graph."""
+        graph = deduced.annotated.graph
+        stages = {leaf.name: deduced.readers(leaf) for leaf in graph.leaves_of(LeafKind.INPUT)}
+        return cls(
+            readers={name: frozenset(d for stage in found for d in stage.devices) for name, found in stages.items()},
+            random_states=tuple(leaf.name for leaf in graph.leaves_of(LeafKind.RANDOM_STATE)),
+            count_dtypes=tuple(meta.dtype(leaf.node) for leaf in graph.leaves_of(LeafKind.COUNT)),
+            loss_form=None if graph.loss is None else (tuple(meta.hints(graph.loss)), meta.dtype(graph.loss)),
+            draws_by_token=draws_by_token(graph),
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class StagePlan:
     """One program under one plan, as one rank runs it.
@@ -78,6 +109,9 @@ class StagePlan:
         buffers: where each buffer that this rank reads lies.
         updates: where each buffer that is updated lies, over all ranks, if all pipelines have rows.
         constants: this rank's parts of the graph's constants.
+        facts: what a step has to know of the program.
+        use: tells which parameters a backward reaches.
+        contributes_loss: whether this rank's local loss counts: one rank's per pipeline, in all if each has it whole.
         units: of parameters, where they are gathered unit by unit.
     """
 
@@ -88,19 +122,15 @@ class StagePlan:
     buffers: Mapping[str, Annotation]
     updates: Mapping[str, Annotation]
     constants: Mapping[str, Tensor]
+    facts: GraphFacts
+    use: GraphUse
+    contributes_loss: bool
     units: UnitPlan | None = None
 
     @property
     def device(self) -> DeviceGraph | None:
         """Return this rank's graph, the first of several; None if the plan leaves the rank out."""
         return self.devices[0] if self.devices else None
-
-    @cached_property
-    def readers(self) -> Mapping[str, frozenset[int]]:
-        """Return the ranks that read each input, by its name."""
-        leaves = self.deduced.annotated.graph.leaves_of(LeafKind.INPUT)
-        stages = {leaf.name: self.deduced.readers(leaf) for leaf in leaves}
-        return {name: frozenset(d for stage in found for d in stage.devices) for name, found in stages.items()}
 
     def updates_of(self, pipelines: Collection[int]) -> Mapping[str, Annotation]:
         """Return where the buffers lie that a step of these pipelines has updated: others have had no rows."""
@@ -111,30 +141,6 @@ class StagePlan:
     @once
     def _updates_of_some(self, pipelines: tuple[int, ...]) -> Mapping[str, Annotation]:
         return _update_annotations(self.deduced, pipelines)
-
-    @cached_property
-    def use(self) -> GraphUse:
-        """Return what tells which parameters a backward reaches."""
-        return GraphUse(self.deduced.annotated.graph)
-
-    @cached_property
-    def random_states(self) -> tuple[str, ...]:
-        """Return the names of the random state leaves."""
-        graph = self.deduced.annotated.graph
-        return tuple(leaf.name for leaf in graph.leaves_of(LeafKind.RANDOM_STATE))
-
-    @cached_property
-    def count_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of the count leaves."""
-        graph = self.deduced.annotated.graph
-        return tuple(meta.dtype(leaf.node) for leaf in graph.leaves_of(LeafKind.COUNT))
-
-    @cached_property
-    def form_of_loss(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return the shape and the dtype of the loss, for ranks that make none."""
-        loss = self.deduced.annotated.graph.loss
-        assert loss is not None, "the program has one"
-        return tuple(meta.hints(loss)), meta.dtype(loss)
 
     @property
     def num_bytes(self) -> int:
@@ -147,23 +153,6 @@ class StagePlan:
     def talks_in_step(self) -> bool:
         """Tell whether replicas exchange sums in the middle of the model, so that none may stay away."""
         return self.deduced.talks_across_replicas
-
-    @cached_property
-    def draws_by_token(self) -> bool:
-        """Tell whether random numbers are told apart by tokens, counted over rows that are as long as each other."""
-        return draws_by_token(self.deduced.annotated.graph)
-
-    @cached_property
-    def contributes_loss(self) -> bool:
-        """Tell whether this rank's local loss counts: one rank per pipeline, one in all if each has the whole loss."""
-        loss = self.deduced.annotated.graph.loss
-        if self.device is None or loss is None:
-            return False
-        pipeline, annotated = self.device.layout.pipeline, self.deduced.annotated
-        stages, stage_of = annotated.stages[pipeline], annotated.stage_of[pipeline]
-        holders = stages[stage_of.get(loss, len(stages) - 1)].devices  # not the last, where no loss is made of that
-        spread = isinstance(self.deduced.batch.states[loss], Summed)
-        return self.device.rank == holders[0] and (spread or pipeline == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +306,9 @@ class GraphCompute(Compute):
             buffers=_leaf_annotations(deduced, layouts, LeafKind.BUFFER),
             updates=_update_annotations(deduced, range(len(deduced.annotated.stages))),
             constants=self._constants(deduced, layouts),
+            facts=GraphFacts.of(deduced),
+            use=GraphUse(deduced.annotated.graph),
+            contributes_loss=bool(made) and _contributes_loss(deduced, made[0]),
             units=units,
         )
 
@@ -441,6 +433,17 @@ def _bridge_entries(deduced: DeducedGraph, homes: Mapping[str, nn.Parameter]) ->
         trained = home.requires_grad
         entries.append(BridgeEntry(leaf.name, shape, home.dtype, at_home, compute, taken, trained=trained))
     return entries
+
+
+def _contributes_loss(deduced: DeducedGraph, device: DeviceGraph) -> bool:
+    loss, annotated = deduced.annotated.graph.loss, deduced.annotated
+    if loss is None:
+        return False
+    pipeline = device.layout.pipeline
+    stages, stage_of = annotated.stages[pipeline], annotated.stage_of[pipeline]
+    holders = stages[stage_of.get(loss, len(stages) - 1)].devices  # not the last, where no loss is made of that
+    spread = isinstance(deduced.batch.states[loss], Summed)
+    return device.rank == holders[0] and (spread or pipeline == 0)
 
 
 def _leaf_annotations(deduced: DeducedGraph, layouts: Sequence[StageLayout], kind: LeafKind) -> dict[str, Annotation]:

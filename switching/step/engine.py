@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,11 +87,7 @@ class Chunk:
 
     def arguments(self, shared: Feeds) -> _Arguments:
         """Return the arguments of a step, but for those of micro-batches."""
-        return _Arguments(self._slots, shared)
-
-    @cached_property
-    def _slots(self) -> list[tuple[SlotKind, str]]:
-        return [(slot.kind, slot.name) for slot in self.device.slots]
+        return _Arguments([(slot.kind, slot.name) for slot in self.device.slots], shared)
 
 
 class Engine:

@@ -402,7 +402,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "torch.Tensor._make_subclass": lambda: type(private.make_subclass(OwnTensor, torch.ones(2))) is OwnTensor,
     "torch.Tensor._make_wrapper_subclass": lambda: private.make_wrapper_subclass(Wrapped, (2, 3)).shape == (2, 3),
     "torch._C._disabled_torch_function_impl": lambda: type(torch.ones(2).as_subclass(OwnTensor) + 1) is Tensor,
-    "torch._C.FunctionSchema _schema": lambda: private.argument_names(ADD) == {"self", "other", "alpha"},
+    "torch._C.FunctionSchema _schema": lambda: private.argument_names(ADD).all == ("self", "other", "alpha"),
     "_opname": lambda: private.short_name(ADD) == "add",
     "_overloadname": lambda: private.overload_name(ADD) == "Tensor",
     "_name": lambda: private.dispatch_name(ADD) == "aten::add.Tensor",

@@ -19,11 +19,11 @@ from hetu_fx.base.dtypes import is_real
 from hetu_fx.base.torch_private import (
     OpOverload,
     TorchDispatchMode,
+    argument_names,
     suspend_trace,
     tree_leaves,
     tree_map_only,
     version,
-    written_names,
 )
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.calls import bound, is_random_op, is_unset_op
@@ -104,7 +104,7 @@ class KnownValues(TorchDispatchMode):
     def _forget_written(self, op: OpOverload[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Forget what an op has written to, and all that lies in the same memory, whichever view of it was written."""
         given = bound(op, args, named)
-        places = example_storages(_tensors([given[name] for name in written_names(op)]))
+        places = example_storages(_tensors([given[name] for name in argument_names(op).written]))
         self._known = {
             number: pair for number, pair in self._known.items() if places.isdisjoint(example_storages(pair[0]))
         }

@@ -16,7 +16,7 @@ from hetu_fx.errors import BatchError
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching import graph_execution
-from hetu_fx.switching.step import run_step
+from hetu_fx.switching.step import graph_step
 from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch, read_batch
 from hetu_fx.switching.step.filling import Fillings, as_brought, filled_share, narrow_to_own_rows
 from hetu_fx.switching.step.rows import RowPlan
@@ -118,7 +118,7 @@ def test_narrow_micro_batches_add_up_to_the_loss_and_gradients_of_the_filled_bat
 
     expected = trained()
     monkeypatch.setattr(graph_execution, "read_batch", read_as_two)
-    monkeypatch.setattr(run_step, "narrow_to_own_rows", narrow)
+    monkeypatch.setattr(graph_step, "narrow_to_own_rows", narrow)
     for one, other in zip(trained(), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     assert widths == [7, 10]

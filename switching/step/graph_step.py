@@ -1,4 +1,4 @@
-"""Run one step of one variant's graphs on this rank, from agreed facts to a loss and outputs."""
+"""The acts of one step of one variant's graphs on this rank."""
 
 from __future__ import annotations
 
@@ -34,12 +34,6 @@ from hetu_fx.transforms.specialize.device_graph import SlotKind
 StepBatch = ReadBatch | AssignedRows
 
 
-def run_step(batch: StepBatch, variant: GraphVariant, inputs: StepInputs) -> LossAndOutput:
-    """Run one step; collective over the world."""
-    with _without_autocast():
-        return _GraphStep(variant, batch, inputs).run()
-
-
 def find_stage(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> StagePlan:
     """Return what runs a batch under a variant; collective where it has to be made."""
     return variant.stage(batch.program, _wants_values(variant, batch, inputs), splits=batch.splits)
@@ -63,8 +57,8 @@ def _asks_for_values(batch: StepBatch, inputs: StepInputs) -> bool:
     return inputs.wants_values(has_loss=bool(batch.program.loss_name), training=batch.program.graph.training)
 
 
-class _GraphStep(StepFrame):
-    """One step: read top to bottom in `run`."""
+class GraphStep(StepFrame):
+    """The acts of a step, which `run_step` calls in order."""
 
     def __init__(self, variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> None:
         self.batch, self.program = batch, batch.program
@@ -102,33 +96,22 @@ class _GraphStep(StepFrame):
         """Return what a forward runs in."""
         return nullcontext() if self.units is None else self.units.forward()
 
-    def run(self) -> LossAndOutput:
-        self.program.check_counts(self.inputs.counts)
-        micro_batches = self._micro_batches()
+    def gather_parameters(self) -> Mapping[str, Tensor]:
+        """Return what this rank computes with; a rank that the plan leaves out does what waits for idle time."""
         compute = self.parameters(self.stage.bridge)
         if self.device is None:
             self.inputs.stand_by()
-        if not self.trains:
-            with self._passing():
-                self._evaluate(micro_batches, compute)
-            values = self._joined()
-        elif self.runs_ahead:
-            values = self._run_scheduled(micro_batches, compute)
-        else:
-            values = self._run_under_autograd(micro_batches, compute)
-        self._check_values()
-        if self.trains and self.stage.updates:
-            self.inputs.buffers.write(self.outcome.updates, self.stage.updates_of(self._pipelines_that_ran()))
-            self.inputs.buffers.sync()  # scripts read buffers where they stand
-        local = self._local_loss() if self.program.loss_name else None
-        values, local = self.outside(values, self.routes, local)
-        made = self._tell(self._returned(values))
-        if local is None:
-            return LossAndOutput(None, self.program.graph.rebuild(made))
-        loss = made[self.program.loss_name] = self.global_loss(local, self.stage.contributes_loss)
-        return LossAndOutput(loss, self.program.graph.rebuild(made))
+        return compute
 
-    def _check_values(self) -> None:
+    def run_graphs(self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run this rank's graphs; return its pieces of the outputs."""
+        if not self.trains:
+            return self._evaluate(micro_batches, compute)
+        if self.runs_ahead:
+            return self._run_scheduled(micro_batches, compute)
+        return self._run_under_autograd(micro_batches, compute)
+
+    def raise_checks(self) -> None:
         """Raise on all ranks what the forward raises for rows of any; collective if it may."""
         checks = self.program.checks
         if not checks:
@@ -145,18 +128,44 @@ class _GraphStep(StepFrame):
             return tuple(pipelines)
         return tuple(p for p in pipelines if self.batch.has_rows(p, self.inputs.rows))
 
-    def _tell(self, made: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Give observers of submodules what these have made; return what the user gets."""
+    def write_buffers(self) -> None:
+        """Write what buffers have become where they are at home."""
+        if self.trains and self.stage.updates:
+            self.inputs.buffers.write(self.outcome.updates, self.stage.updates_of(self._pipelines_that_ran()))
+            self.inputs.buffers.sync()  # scripts read buffers where they stand
+
+    def tie_to_autograd(self, values: dict[str, Tensor]) -> tuple[Mapping[str, Tensor], Tensor | None]:
+        """Return outputs and this rank's loss as results of one node of the user's autograd graph."""
+        local = self._local_loss() if self.program.loss_name else None
+        return self.outside(values, self.routes, local)
+
+    def return_outputs(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the outputs of the rows that this rank asked for; observers of submodules are given theirs."""
+        has_work = self.device is not None and len(self.interval) > 0
+        made = self.own_outputs(self.routes, values, has_work=has_work)
+        if isinstance(self.batch, ReadBatch):
+            made = as_brought(self.batch, made)
         graph = self.program.graph
         if graph.observed is None:
             return made
         self.inputs.tell(graph.of_observed({name: value.detach() for name, value in made.items()}))
         return {name: value for name, value in made.items() if self.gives_values and not name.startswith(OBSERVED)}
 
-    def _micro_batches(self) -> list[MicroBatchFeeds]:
+    def sum_loss(self, local: Tensor | None) -> Tensor | None:
+        """Return the loss over all rows; None where the model returns none."""
+        return None if local is None else self.global_loss(local, self.stage.contributes_loss)
+
+    def rebuild(self, loss: Tensor | None, outputs: dict[str, Tensor]) -> LossAndOutput:
+        """Return all as the model returns it."""
+        named = outputs if loss is None else {**outputs, self.program.loss_name: loss}
+        return LossAndOutput(loss, self.program.graph.rebuild(named))
+
+    def cut_micro_batches(self) -> list[MicroBatchFeeds]:
+        """Return what this rank's graphs run, brought from the ranks that have the rows."""
         inputs = self.inputs
+        self.program.check_counts(inputs.counts)
         cuts = self.batch.cuts(
-            inputs.rows, self.variant.plan, self.table, shared=inputs.shared, readers=self.stage.readers
+            inputs.rows, self.variant.plan, self.table, shared=inputs.shared, readers=self.stage.facts.readers
         )
         if isinstance(self.batch, ReadBatch) and self.batch.sizes_of and self._may_narrow():
             narrow = [narrow_to_own_rows(self.batch, cut, inputs.rows) for cut in cuts]
@@ -168,7 +177,9 @@ class _GraphStep(StepFrame):
         """Tell whether micro-batches may have sizes of their own: nothing is made of several of them together."""
         plan = self.variant.plan
         shares = plan.sequence_parallel or any(stage.shares_sequence for *_, stage in plan.stages)
-        together = self.needing or self.stage.talks_in_step or self.stage.draws_by_token or self._needs_equal_sizes
+        together = (
+            self.needing or self.stage.talks_in_step or self.stage.facts.draws_by_token or self._needs_equal_sizes
+        )
         return not shares and not together
 
     @property
@@ -180,9 +191,9 @@ class _GraphStep(StepFrame):
     def _micro_batch(self, cut: MicroBatchRows) -> MicroBatchFeeds:
         rows = self.leaves_of(cut.tensors)
         feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.INPUT, n): t for n, t in rows.items()}
-        if self.stage.random_states:
+        if self.stage.facts.random_states:
             state = torch.tensor([self.inputs.seed, self.inputs.step, cut.first_row], dtype=torch.int64)
-            feeds.update({(SlotKind.RANDOM_STATE, name): state for name in self.stage.random_states})
+            feeds.update({(SlotKind.RANDOM_STATE, name): state for name in self.stage.facts.random_states})
         all_rows = self.stage.deduced.annotated.graph.all_rows
         total = {} if all_rows is None else {all_rows: self.inputs.rows.total}
         return MicroBatchFeeds(cut.rows, feeds, {**cut.bindings, **total})
@@ -195,16 +206,20 @@ class _GraphStep(StepFrame):
             feeds[SlotKind.BUFFER, name] = part.clone() if name in self.stage.updates else part
         feeds[UNITS.kind, UNITS.name] = self.units
         feeds.update({(SlotKind.CONSTANT, name): value for name, value in self.stage.constants.items()})
-        for name, dtype, count in zip(self.program.counts, self.stage.count_dtypes, self.inputs.counts, strict=True):
+        for name, dtype, count in zip(
+            self.program.counts, self.stage.facts.count_dtypes, self.inputs.counts, strict=True
+        ):
             feeds[SlotKind.COUNT, name] = torch.as_tensor(count, dtype=dtype)
         return feeds
 
-    def _evaluate(self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]) -> None:
+    def _evaluate(self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]) -> dict[str, Tensor]:
         engine = self.stage.engine
-        if engine is not None and self.device is not None:
-            orders, skips = self._orders(len(micro_batches), train=False), not self.stage.talks_in_step
-            feeds, timer = self._shared_feeds(compute), self.outcome.timer
-            self.outcome = engine.run(orders, micro_batches, feeds, train=False, timer=timer, skips_empty=skips)
+        with self._passing():
+            if engine is not None and self.device is not None:
+                orders, skips = self._orders(len(micro_batches), train=False), not self.stage.talks_in_step
+                feeds, timer = self._shared_feeds(compute), self.outcome.timer
+                self.outcome = engine.run(orders, micro_batches, feeds, train=False, timer=timer, skips_empty=skips)
+        return self._joined()
 
     def _joined(self) -> dict[str, Tensor]:
         """Return this rank's pieces of the outputs, of all micro-batches together."""
@@ -279,17 +294,13 @@ class _GraphStep(StepFrame):
         """Return this rank's part of the loss, zero where it computes none."""
         if self.outcome.loss is not None:
             return self.outcome.loss
-        shape, dtype = self.stage.form_of_loss
+        assert self.stage.facts.loss_form is not None, "the program has one"
+        shape, dtype = self.stage.facts.loss_form
         return torch.zeros(shape, dtype=dtype, device=self.variant.device)
 
     def _routes(self) -> tuple[ValueRoute, ...]:
         bindings = self.batch.bindings
         return value_routes(self.stage.deduced, self.inputs.rows, bindings, shared=self.inputs.shared)
-
-    def _returned(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        has_work = self.device is not None and len(self.interval) > 0
-        made = self.own_outputs(self.routes, values, has_work=has_work)
-        return as_brought(self.batch, made) if isinstance(self.batch, ReadBatch) else made
 
 
 def _check_rows_can_be_put_together(
@@ -349,10 +360,10 @@ def _rest(gradient: float) -> None:
 
 def _run_again(run: Callable[..., StageOutcome], scale: float, table: GroupTable, gradient: float) -> None:
     """Run a step's schedule again, in backward, for the gradient of the loss; only gradients are kept."""
-    with _without_autocast(), using(table):
+    with without_autocast(), using(table):
         run(root=gradient * scale)
 
 
-def _without_autocast() -> AbstractContextManager[object]:
+def without_autocast() -> AbstractContextManager[object]:
     """Run a graph as it is: the casts of an ambient autocast were written into it when it was captured."""
     return casting(()) if ambient_autocasts() else nullcontext()

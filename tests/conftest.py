@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,7 @@ os.environ.setdefault("HETU_FX_CHECK", "0")  # plans are tried in tests/check, w
 SECONDS_IN_ALL = 420
 
 TESTS_OF_CAPTURES = ("graph", "program")
+CAPTURES = "HETU_FX_TESTS_CAPTURES"  # as `ranks.capture_store`, which imports torch, has it
 DISTRIBUTED = "mark.distributed"  # stands in all files that have such tests
 
 gc.disable()  # until all is collected: what is imported stays
@@ -52,6 +56,14 @@ def pytest_collection_finish() -> None:
     """Let garbage be looked for among what tests make."""
     keep_what_is_there()
     gc.enable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give all processes of this run a folder for captures, unless several runs share one."""
+    if CAPTURES not in os.environ:
+        os.environ[CAPTURES] = tempfile.mkdtemp(prefix="hetu_fx_captures_")
+        config.add_cleanup(partial(shutil.rmtree, os.environ[CAPTURES]))
+        config.add_cleanup(partial(os.environ.pop, CAPTURES))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -103,8 +103,8 @@ def key_of(it: Tracer, batch: Batch, training: bool) -> Any:
     sizes = tuple((name, tuple(tensor.shape)) for name, tensor in given.tensors.items())
     if any(is_elsewhere(parameter.device) for parameter in it.model.parameters()):
         return None
-    if any("forward" in vars(module) for module in it.model.modules()):  # what it reads comes on top
-        return None
+    if any("forward" in vars(module) for module in it.model.modules() if module is not it.model):
+        return None  # what that reads comes on top; the model's own is its class's in a capture
     asked = repr(it.row_dims), it.outputs
     return *facts.items(), sizes, batch_form(given, training), it.loss_fn, repr(it.overrides), *asked, Tensor.float
 

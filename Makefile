@@ -1,7 +1,7 @@
 # make demo and make test need nothing but Python 3.11 or newer: the first call makes .venv.
 #
-#   make test      every test: first those that need no processes, then the distributed ones; and an eighth of the
-#                  benchmarks, another one for each commit: do they still run?
+#   make test      every test: first those that need no processes, then the distributed ones; and a sixteenth of
+#                  the benchmarks, another one for each commit: do they still run?
 #   make parity    the whole parity matrix (make test runs a covering selection)
 #   make lint      ruff (rules and format) and mypy
 #   make smoke TORCH='torch==2.11.*'   the smallest tests under another torch, in build/venv-VERSION; SMALL=1 skips a
@@ -26,7 +26,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 # Tests start hundreds of processes, which take half a second longer where compiled files may not be kept.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
+SETTINGS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(if $(CAPTURES),HETU_FX_TESTS_CAPTURES=$(CAPTURES))
+PYTEST = $(SETTINGS) $(BIN)/python -m pytest -q
 LINKED := comm_ops transforms switching integrations
 
 .PHONY: setup test parity lint smoke package docs demo clean force
@@ -57,12 +58,15 @@ $(VENV)/.torch: force
 # distributed tests keeps one core and a quarter busy, so two run at a time where there are two cores.
 # Status 5 of pytest (no test selected) is a failure too: a suite that vanished is not a pass. Only the
 # tests that need a CUDA device may be none.
+# Models are captured once for all that one call runs.
+test: CAPTURES = $(CURDIR)/build/captures
 test: setup
+	@rm -rf $(CAPTURES) && mkdir -p $(CAPTURES)
 	@$(PYTEST) -m "not distributed and not gpu" --timeout 300 -n auto --maxprocesses 4 --dist loadfile
 	@$(PYTEST) -m "distributed and not gpu" --timeout 600 -n auto --maxprocesses 2 --dist loadfile
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  $(PYTEST) -m gpu --timeout 600 || [ $$? = 5 ]; fi
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 timeout 900 $(BIN)/python -m benchmarks.smoke --share 8 --seconds 400
+	@$(SETTINGS) timeout 900 $(BIN)/python -m benchmarks.smoke --share 16 --seconds 400
 
 parity: setup
 	@HETU_FX_PARITY=full $(PYTEST) tests/end_to_end -m "distributed and not gpu" --timeout 3600

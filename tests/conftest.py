@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.costs import CostRecorder, longest_first, read_costs
 from tests.ranks.checks import Outcome, run_checks
 from tests.spawned import keep_what_is_there
 
@@ -25,6 +29,7 @@ os.environ.setdefault("HETU_FX_CHECK", "0")  # plans are tried in tests/check, w
 SECONDS_IN_ALL = 420
 
 TESTS_OF_CAPTURES = ("graph", "program")
+CAPTURES = "HETU_FX_TESTS_CAPTURES"  # as `ranks.capture_store`, which imports torch, has it
 DISTRIBUTED = "mark.distributed"  # stands in all files that have such tests
 
 gc.disable()  # until all is collected: what is imported stays
@@ -40,12 +45,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a distributed test whose file would be ignored where only these are asked for."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Refuse a distributed test whose file would be ignored where only these are asked for; order the others."""
     files = {item.path for item in items if item.get_closest_marker("distributed")}
     hidden = sorted(str(path) for path in files if DISTRIBUTED not in path.read_text())
     if hidden:
         raise pytest.UsageError(f"{hidden} have distributed tests, but do not say {DISTRIBUTED!r}")
+    if hasattr(config, "workerinput"):
+        longest_first(items, read_costs(config.option.markexpr))
 
 
 def pytest_collection_finish() -> None:
@@ -54,9 +61,21 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Give all processes of this run a folder for captures, unless several runs share one; start long files first."""
+    if CAPTURES not in os.environ:
+        os.environ[CAPTURES] = tempfile.mkdtemp(prefix="hetu_fx_captures_")
+        config.add_cleanup(partial(shutil.rmtree, os.environ[CAPTURES]))
+        config.add_cleanup(partial(os.environ.pop, CAPTURES))
+    config.option.loadscopereorder = False  # xdist would start those with the most tests first
+    if config.option.write_costs and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(CostRecorder(config.option.markexpr))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let golden texts be written anew: `pytest --update-goldens`."""
+    """Let golden texts be written anew, `pytest --update-goldens`, and how long files take, `--write-costs`."""
     parser.addoption("--update-goldens", action="store_true", help="write golden texts anew instead of comparing")
+    parser.addoption("--write-costs", action="store_true", help="write how long files take to tests/costs.toml")
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from tests.end_to_end.cells import ALL_CELLS, PLANS, REFUSED, Cell, in_double
 from tests.end_to_end.parity_lockstep import check_trained, trained
 from tests.end_to_end.parity_processes import SECONDS_IN_ALL, check_outcome, outcomes_of
 from tests.kinds.testkind import NAME, on_testkind
+from tests.ranks.remembered import remembered_captures
 
 IS_FULL = os.environ.get("HETU_FX_PARITY") == "full"
 FEW = {
@@ -50,6 +51,7 @@ IN_PROCESSES = (
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("model", MODELS)
 @on_testkind
+@remembered_captures()
 def test_training_as_all_ranks_of_one_process_on_two_types_equals_one_device(model: str) -> None:
     in_double()
     for cell in (cell for cell in IN_LOCKSTEP if cell.model == model):
@@ -64,6 +66,7 @@ def test_training_as_all_ranks_of_one_process_on_two_types_equals_one_device(mod
 
 @pytest.mark.parametrize("plan", ["PP2", "TP2", "DP 3:1"])
 @on_testkind
+@remembered_captures()
 def test_it_does_not_matter_which_rank_is_of_the_other_type(plan: str) -> None:
     in_double()
     cell = Cell("llama", plan)

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from hetu_fx.check.verdict import judge
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.leaves.trace import LeafWarning
-from hetu_fx.lockstep import Lockstep, train_alone
+from hetu_fx.lockstep import Lockstep, Trained, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.program import Program
 from hetu_fx.program.reads import Reads
 from hetu_fx.program.tracer import Tracer
+from hetu_fx.switching.graph_execution import GraphExecution
 
 
 class Keeping(nn.Module):
@@ -362,17 +363,32 @@ PLANS = {
 }
 
 
+HOW = Lockstep(partial(torch.optim.SGD, lr=0.1))
+
+
+def kept_in_double(act: Callable[[Any, Tensor], Any]) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    """Return a model with weights of its own, and batches of several sizes."""
+    torch.manual_seed(0)
+    model = Keeping(act).double()
+    return model, [{"x": torch.randn(rows, length, 4).double()} for rows, length in ((8, 5), (8, 3), (4, 7), (8, 5))]
+
+
+@functools.cache
+def captured_and_trained(act: Callable[[Any, Tensor], Any]) -> tuple[GraphExecution, Trained]:
+    """Return what all plans have in common: the model's capture, and its training on one device."""
+    model, batches = kept_in_double(act)
+    alone = train_alone(model, batches, HOW)
+    for name in ("mask", "empty", "short", "saved"):  # one device leaves them as it has filled them
+        alone.state.pop(name, None)
+    model, batches = kept_in_double(act)
+    return HOW.capture(model, batches[0]), alone
+
+
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_caches_are_those_of_one_device_in_batches_of_other_sizes(plan: Plan) -> None:
-    how = Lockstep(partial(torch.optim.SGD, lr=0.1))
     for act in CACHES:
-        torch.manual_seed(0)
-        model = Keeping(act).double()
-        given = [{"x": torch.randn(rows, length, 4).double()} for rows, length in ((8, 5), (8, 3), (4, 7), (8, 5))]
-        alone, made = train_alone(model, given, how), how.train(model, given, plan)
-        for name in ("mask", "empty", "short", "saved"):  # one device leaves them as it has filled them
-            alone.state.pop(name, None)
-        verdict = judge("plan", alone, made, 1e-10, "")
+        captured, alone = captured_and_trained(act)
+        verdict = judge("plan", alone, HOW.train(*kept_in_double(act), plan, captured), 1e-10, "")
         assert verdict.verdict == "equal", (act, verdict)
 
 

@@ -27,13 +27,14 @@ from hetu_fx.graph.containers import unflatten
 from hetu_fx.graph.example import make_example
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.row_dims import AskedRowDims, find_row_dims
-from hetu_fx.graph.tracing.contents import PLAIN, RawMemory, frozen
+from hetu_fx.graph.tracing.contents import PLAIN, Inside, RawMemory, frozen
 from hetu_fx.program import tracer
 from hetu_fx.program.batch import batch_form
 from hetu_fx.program.program import Program
 from hetu_fx.program.structure import Structure
 from hetu_fx.program.tracer import Tracer
 from hetu_fx.program.watched import _is_config
+from tests.ranks.capture_store import Identity, OnlyItselfError, Place, place_of, told
 
 trace_once = Tracer._trace_once
 
@@ -58,13 +59,33 @@ def remembered_captures() -> AbstractContextManager[Any]:
 def remembered(it: Tracer, batch: Batch, training: bool) -> Any:
     """Trace a model, unless one that is equal has been."""
     key = key_of(it, batch, training)
+    if key is None:
+        return trace_once(it, batch, training)
     if key in _known and (again := played(it, batch, training, _known[key])):
         return again
-    found = trace_once(it, batch, training)
-    # A graph with a leaf calls the very module that it was captured from.
-    if key is not None and not found.watch.changed and not found.source.leaf_calls:
-        _known[key] = Known(found.source, found.program(it.overrides), read_by(found))
-        has_program(found, _known[key].program)
+    with place_of(key, it.model) as place:
+        if place is not None and (again := taken(it, batch, training, key, place)):
+            return again
+        found = trace_once(it, batch, training)
+        # A graph with a leaf calls the very module that it was captured from.
+        if not found.watch.changed and not found.source.leaf_calls:
+            _known[key] = Known(found.source, found.program(it.overrides), read_by(found))
+            has_program(found, _known[key].program)
+            if place is not None:
+                place.keep(found.source, _known[key].read)
+        return found
+
+
+def taken(it: Tracer, batch: Batch, training: bool, key: Any, place: Place) -> Any:
+    """Return a trace that has what another process has captured; None if there is none, or that has read otherwise."""
+    stored = place.take()
+    if stored is None:
+        return None
+    found = traced_by_play(it, batch, training, stored.source)
+    if found is None or not stored.read <= set(map(told_or_not, read_by(found))):
+        return None
+    _known[key] = Known(found.source, found.program(it.overrides), read_by(found))
+    has_program(found, _known[key].program)
     return found
 
 
@@ -82,23 +103,29 @@ def key_of(it: Tracer, batch: Batch, training: bool) -> Any:
     sizes = tuple((name, tuple(tensor.shape)) for name, tensor in given.tensors.items())
     if any(is_elsewhere(parameter.device) for parameter in it.model.parameters()):
         return None
-    if any("forward" in vars(module) for module in it.model.modules()):  # what it reads comes on top
-        return None
+    if any("forward" in vars(module) for module in it.model.modules() if module is not it.model):
+        return None  # what that reads comes on top; the model's own is its class's in a capture
     asked = repr(it.row_dims), it.outputs
     return *facts.items(), sizes, batch_form(given, training), it.loss_fn, repr(it.overrides), *asked, Tensor.float
 
 
 def played(it: Tracer, batch: Batch, training: bool, known: Known) -> Any:
     """Return a trace of the model that has the program of another one; None if the two have read other things."""
-    try:
-        with mock.patch.object(tracer, "capture", partial(play, known.source)):
-            found = trace_once(it, batch, training)
-    except Exception:  # parameters have no values in a capture, and a forward may check what it makes of them
-        return None
-    if found.watch.changed or not known.read <= read_by(found):
+    found = traced_by_play(it, batch, training, known.source)
+    if found is None or not known.read <= read_by(found):
         return None
     has_program(found, copy.copy(known.program))  # a model has one for each of its captures
     return found
+
+
+def traced_by_play(it: Tracer, batch: Batch, training: bool, source: Graph) -> Any:
+    """Return a trace in which the forward has run as it is, with a graph that there is; None if it keeps state."""
+    try:
+        with mock.patch.object(tracer, "capture", partial(play, source)):
+            found = trace_once(it, batch, training)
+    except Exception:  # parameters have no values in a capture, and a forward may check what it makes of them
+        return None
+    return None if found.watch.changed else found
 
 
 def read_by(traced: Any) -> Set[tuple[str, Any]]:
@@ -125,11 +152,21 @@ def content(value: Any) -> Any:
             return value.dtype, str(value.device), repr(value.tolist())
         case RawMemory():
             return value
+        case Inside():
+            return value.kind, content(value.content)
         case _ if isinstance(value, PLAIN):
             return type(value), repr(value)
         case _ if isinstance(value, nn.Module) or _is_config(value):  # so have their attributes
             return type(value)
-    return value if isinstance(value, Hashable) else id(value)
+    return value if isinstance(value, Hashable) else Identity(id(value))
+
+
+def told_or_not(value: Any) -> str | None:
+    """Return the text of a value, None if it has none."""
+    try:
+        return told(value)
+    except OnlyItselfError:
+        return None
 
 
 def play(

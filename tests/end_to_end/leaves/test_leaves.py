@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph.leaves.trace import LeafWarning
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.switching.graph_execution import GraphExecution
 from tests.end_to_end.leaves.kinds import KINDS, LAYERS, Model, batch_of, made
 
 PLANS = {
@@ -22,10 +24,10 @@ PLANS = {
 }
 
 
-def trains_as_alone(model: Model, plan: Plan) -> None:
+def trains_as_alone(model: Model, plan: Plan, captured: GraphExecution | None = None) -> None:
     """Check two steps, of which the second has fewer rows."""
     batches = [batch_of(8), batch_of(6)]
-    alone, found = train_alone(model, batches, Lockstep()), Lockstep().train(model, batches, plan)
+    alone, found = train_alone(model, batches, Lockstep()), Lockstep().train(model, batches, plan, captured)
     for step, own in zip(found.steps, alone.steps, strict=True):
         assert step.loss == pytest.approx(own.loss, rel=1e-10)
         for name, gradient in own.gradients.items():
@@ -34,14 +36,21 @@ def trains_as_alone(model: Model, plan: Plan) -> None:
         torch.testing.assert_close(found.state[name], value, rtol=1e-10, atol=1e-12)
 
 
+@cache
+def with_a_named_part(kind: str) -> tuple[Model, GraphExecution]:
+    """Return a model of which the user has named the part, and its capture, which is the same for all plans."""
+    model, part = made(kind)
+    hetu_fx.leaf(part)
+    return model, Lockstep().capture(model, batch_of(8))
+
+
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_part_that_the_user_names_is_called_as_it_is_on_all_rows(kind: str, plan: str) -> None:
-    model, part = made(kind)
-    hetu_fx.leaf(part)
     with warnings.catch_warnings():
         warnings.simplefilter("error", LeafWarning)
-        trains_as_alone(model, PLANS[plan])
+        model, captured = with_a_named_part(kind)
+        trains_as_alone(model, PLANS[plan], captured)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,7 +20,7 @@ Shares = Sequence[tuple[int, ...]]
 """How many rows each rank brings, by step."""
 
 PLANS: dict[str, tuple[Plan, Shares]] = {
-    "rows 3:1": (Plan.data_parallel((0, 1), (3, 1)), [(6, 2), (3, 12), (6, 2), (5, 0), (1, 1)]),
+    "rows 3:1": (Plan.data_parallel((0, 1), (3, 1)), [(4, 2), (3, 8), (4, 2), (5, 0), (1, 1)]),
     "tensor parallel": (Plan.tensor_parallel((0, 1)), [(4, 2), (3, 8)]),
     "[0,1] beside [2]": (Plan((Pipeline((Stage((0, 1)),)), Pipeline((Stage((2,)),)))), [(2, 2, 4), (1, 6, 4)]),
     "two stages": (Plan((Pipeline((Stage((0,)), Stage((1,)))),)), [(4, 2), (3, 8)]),

@@ -29,9 +29,8 @@ from hetu_fx.base.words import bytes_text, ranks_text
 from hetu_fx.cluster.chips import chip_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.bound import bound_seconds
 from hetu_fx.planner.price.fitting import fit_recompute
-from hetu_fx.planner.price.step import memory_problems
+from hetu_fx.planner.price.step import bound_seconds, memory_problems
 from hetu_fx.planner.search.problem import (
     WORTH,
     Candidates,
@@ -167,7 +166,7 @@ def _best(search: Search, problem: Problem, found: Mapping[Plan, float]) -> Plan
     """Return the best of plans that compete, with its prediction, the limits of its devices and the runner-up."""
     if search.simulates(problem):
         found = _moved(_simulated(found, problem), problem)
-    best = _simplest(found) if problem.running is None else _least_moved(found, problem.running)
+    best = _simplest(found, problem.running)
     notes = [best.predicted.why] if best.predicted is not None else []
     prediction = _told(best, search.predict(best, problem), problem, notes)
     if problem.time_limit.cut:
@@ -273,32 +272,24 @@ def _estimates(problem: Problem) -> Iterator[str]:
         yield "estimate: the program's costs are counted from its graph, not measured"
 
 
-def _least_moved(found: Mapping[Plan, float], running: Plan) -> Plan:
-    """Return the best plan; the one that runs if no other is better."""
-    return min(found, key=lambda plan: (found[plan], plan != running, plan.summary()))
-
-
-def _simplest(found: Mapping[Plan, float]) -> Plan:
+def _simplest(found: Mapping[Plan, float], running: Plan | None) -> Plan:
     """Return the plan with the fewest stages and shards of those negligibly slower than the best.
 
     One that recomputes nothing comes first. Of equally fast ones that is one of few micro-batches, with states spread.
+    Where a plan is running, it is the best one; that which runs if no other is better.
     """
+    if running is not None:
+        return min(found, key=lambda plan: (found[plan], plan != running, plan.summary()))
     limit = min(found.values()) * (1 + NEGLIGIBLE)
     near = [plan for plan, seconds in found.items() if seconds <= limit]
 
     def order(plan: Plan) -> tuple[object, ...]:
-        return plan.recomputes, _num_seams(plan), plan.sequence_parallel, found[plan], *_simplicity(plan)
+        seams = len(plan.devices) - len(plan.pipelines)  # where devices work together: what may be mispredicted
+        micro_batches = sum(pipeline.micro_batches for pipeline in plan.pipelines)
+        first = plan.recomputes, seams, plan.sequence_parallel, found[plan]
+        return *first, micro_batches, -plan.zero, plan.summary()
 
     return min(near, key=order)
-
-
-def _simplicity(plan: Plan) -> tuple[int, int, str]:
-    return sum(pipeline.micro_batches for pipeline in plan.pipelines), -plan.zero, plan.summary()
-
-
-def _num_seams(plan: Plan) -> int:
-    """Return how many devices work with another one inside a replica: what may be mispredicted."""
-    return len(plan.devices) - len(plan.pipelines)
 
 
 def _shape(plan: Plan, cluster: Cluster) -> object:

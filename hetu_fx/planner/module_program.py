@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import nn
 
@@ -12,7 +11,7 @@ from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.step import memory_problems, predict
-from hetu_fx.planner.search.allocate import spread
+from hetu_fx.planner.search.allocate import spread_by_speed
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
@@ -75,8 +74,7 @@ class PlannedModule:
         )
 
     def _spread(self, cluster: Cluster) -> Plan:
-        seconds = [partial(_seconds, device.speed) for device in cluster.devices]
-        shares = spread(self.costs.rows, seconds)
+        shares = spread_by_speed(self.costs.rows, [device.speed for device in cluster.devices], least=0)
         assert shares is not None, "without limits every total can be shared out"
         used = [(device.rank, rows) for device, rows in zip(cluster.devices, shares, strict=True) if rows]
         return Plan.data_parallel([rank for rank, _ in used], [rows for _, rows in used])
@@ -86,7 +84,3 @@ class PlannedModule:
         for device in sorted(cluster.devices, key=lambda device: -device.speed):
             yield Plan.single(device.rank)
         yield self._spread(cluster)
-
-
-def _seconds(speed: float, rows: int) -> float:
-    return rows / speed

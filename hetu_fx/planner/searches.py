@@ -17,7 +17,7 @@ from importlib import import_module
 
 from hetu_fx.base.documents import nearest
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.bound import bound_seconds
+from hetu_fx.planner.price.step import bound_seconds
 from hetu_fx.planner.search.cluster_regions import CLASSES
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
 from hetu_fx.planner.search.heteroauto.adapter import HETEROAUTO, KINDS
@@ -80,18 +80,13 @@ def _devices_differ(problem: Problem) -> bool:
     return len(device_classes(problem)) > 1
 
 
-def _kinds_differ(problem: Problem) -> bool:
-    """Tell whether there are devices of several kinds."""
-    return len({device.kind for device in problem.cluster.devices}) > 1
-
-
 def _is_up_to(most: int, problem: Problem) -> bool:
     return len(problem.cluster.devices) <= most
 
 
 def _kinds_mix(problem: Problem) -> bool:
     """Tell whether there are devices of several kinds, few enough to be searched for more than equal pipelines."""
-    return _kinds_differ(problem) and _is_up_to(_LARGE, problem)
+    return len({device.kind for device in problem.cluster.devices}) > 1 and _is_up_to(_LARGE, problem)
 
 
 def some_straggle(problem: Problem, *, or_up_to: int) -> bool:

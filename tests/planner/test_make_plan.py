@@ -17,8 +17,7 @@ from hetu_fx.planner.make_plan import (
     question_key,
 )
 from hetu_fx.planner.price.step import memory_problems, predict
-from hetu_fx.planner.search.builder import Builder
-from hetu_fx.planner.search.contiguous import best_segments
+from hetu_fx.planner.search.contiguous import Builder, best_segments
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.stage_estimates import ReplicaRules
 from hetu_fx.planner.searches import DEFAULT

@@ -199,13 +199,10 @@ def sizes_for_rows(graph: Graph, rows: int) -> dict[sympy.Symbol, int]:
 
 def example_rows(graph: Graph, size_of: SizeOf = meta.hint) -> int:
     """Return the number of rows of the example batch, or of the batch whose sizes are given."""
-    sizes = [size for leaf in graph.leaves_of(LeafKind.INPUT) for size in _sizes(leaf.node)]
+    tensors = [leaf.node for leaf in graph.leaves_of(LeafKind.INPUT) if meta.is_tensor(leaf.node)]
+    sizes = [size for node in tensors for size in meta.shape(node)]
     of_batch = [size for size in sizes if meta.depends_on_batch(size, graph)]
     return size_of((of_batch or sizes or [1])[0])
-
-
-def _sizes(node: fx.Node) -> list[meta.Size]:
-    return list(meta.shape(node)) if meta.is_tensor(node) else []
 
 
 class AnalysedNodes(Protocol):

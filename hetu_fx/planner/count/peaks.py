@@ -271,7 +271,8 @@ class RecomputeSegments:
         A piece's backward begins with its forward once more, while cotangents wait. What it holds then is what it holds
         where all is kept, without what earlier pieces keep there.
         """
-        kept, made, left, sent = run.kept(self.place), run.made(), self._left(run), self._sent(run)
+        kept, made, sent = run.kept(self.place), run.made(), self._sent(run)
+        left = self._allocated(run.storages(self.crossing(run.saving) - self.sent.keys()), run)
         weights, products = self._made_by(self.weights, run), self._made_by(self.products, run)
         first, later = run.turns(self.place), run.turns(self.place, run.gradients)
         before, after, none = kept.get((EVERYWHERE, 0), Held()), sum(made.values(), Held()), Held()
@@ -292,11 +293,8 @@ class RecomputeSegments:
     def _count(self, part: int) -> int:
         return 1 + max((piece for other, piece in self.places.values() if other == part), default=0)
 
-    def _left(self, run: Run) -> dict[Place, Held]:
-        """Return what is left of each place's storages after the forward, without what is sent."""
-        return self._allocated(run.storages(self.crossing(run.saving) - self.sent.keys()), run)
-
     def _allocated(self, storages: frozenset[int], run: Run) -> dict[Place, Held]:
+        """Return what of some storages the forward of each place has made."""
         return _sums(
             (self.place(change.owner), Held.by(change))
             for change in run.changes

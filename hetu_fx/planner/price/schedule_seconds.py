@@ -7,16 +7,17 @@ over counts with it, as if nothing overlapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import add
 
+from hetu_fx.errors import StateError
 from hetu_fx.planner.price.stage_seconds import StageCosts
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.parts import DeviceDeal
 from hetu_fx.plans.plan import Schedule, micro_batch_rows
-from hetu_fx.plans.schedule import BACKWARD, FORWARD, PHASES, actions, departures, stage_orders
+from hetu_fx.plans.schedule import BACKWARD, FORWARD, PHASES, Action, Leaves, Passage, departures, stage_orders
 
 Columns = tuple[tuple[float, ...], ...]
 """Seconds by stage: of each micro-batch in one phase of the schedule (`PHASES`), then in the next.
@@ -25,17 +26,66 @@ Or of what each one's forward hands over, then of what its backward does. Here t
 which a group of devices may hold several (`plans.parts.DeviceDeal`).
 """
 
-Entry = tuple[int, int, int, int]
-"""The part that an entry of a stage's schedule is of, and its number among what the part works.
-
-Then its number among what the part and its neighbours hand over (-1: it is none of that), and the part that it waits
-for (-1: for none).
-"""
-
 _HANDED = {FORWARD: 0, BACKWARD: 1}
 """Forwards hand over first, then backwards, whole or in halves."""
 
 Seconds = Callable[[int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An entry of a stage's schedule, and what it needs of another part.
+
+    Attributes:
+        stage, part: whose it is.
+        action: what it does.
+        source: the part that makes its input; -1 where its own has, or none does.
+        made: the place, from 1, of the entry of the source's stage that makes it.
+        after: how many entries of that stage have ended when it leaves.
+    """
+
+    stage: int
+    part: int
+    action: Action
+    source: int = -1
+    made: int = 0
+    after: int = 0
+
+
+@lru_cache(maxsize=512)
+def turns(schedule: Schedule, deal: DeviceDeal, count: int, leaves: Leaves | None) -> tuple[Turn, ...]:
+    """Return the entries of all stages for so many micro-batches, none before what it needs.
+
+    `leaves` says for a stage after how many of its entries something leaves; None: when it is made.
+    """
+    stages = range(deal.num_stages)
+    orders = stage_orders(schedule, deal.num_stages, count, deal.chunks)
+    calls = [leaves(orders, stage) if leaves else {} for stage in stages]
+    made: dict[tuple[int, Passage], int] = {}
+    found, places = list[Turn](), [0] * deal.num_stages
+
+    def needed(stage: int, action: Action) -> Turn | None:
+        """Return the turn of the next entry of a stage; None while what it needs is not there."""
+        part, direction = deal.part(stage, action.chunk), action.phase.direction
+        source = part - direction
+        if source == part or not 0 <= source < deal.num_parts:
+            return Turn(stage, part, action)
+        maker, passage = deal.stage(source), (direction, action.micro_batch, deal.chunk(source))
+        place = made.get((maker, passage), 0)
+        after = calls[maker].get((passage, part), place)
+        return Turn(stage, part, action, source, place, after) if place and places[maker] >= after else None
+
+    while len(found) < sum(map(len, orders)):
+        before = len(found)
+        for stage, order in enumerate(orders):
+            while places[stage] < len(order) and (turn := needed(stage, order[places[stage]])) is not None:
+                found.append(turn)
+                places[stage] += 1
+                action = turn.action
+                made[stage, (action.phase.direction, action.micro_batch, action.chunk)] = places[stage]
+        if len(found) == before:
+            raise StateError(f"{schedule} on {deal.num_stages} stages stops after {len(found)} entries")
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,63 +151,23 @@ def _columns(phases: Sequence[Seconds], sizes: Sequence[int]) -> tuple[float, ..
 def _played(
     begins: tuple[float, ...], work: Columns, sent: Columns, schedule: Schedule, deal: DeviceDeal, overlaps: bool
 ) -> Finish:
-    board = _Board(begins, work, sent, schedule, deal, overlaps)
-    while board.left:
-        before = board.left
-        for stage in range(deal.num_stages):
-            board.go_on(stage)
-        assert board.left < before, "an order in which stages wait for each other"
-    places = [(deal.stage(part), deal.chunk(part)) for part in range(deal.num_parts)]
+    count, stages = len(sent[0]) // 2, range(deal.num_stages)
+    busy = work if overlaps else [_together(*pair, schedule) for pair in zip(work, sent, strict=True)]
+    places = {phase: place * count for place, phase in enumerate(PHASES[schedule])}
+    free, last = [begins[deal.part(stage, 0)] for stage in stages], [0.0] * deal.num_stages
+    ended: list[list[float]] = [[] for _ in stages]
+    for turn in turns(schedule, deal, count, departures if overlaps else None):
+        came, stage, micro_batch = 0.0, turn.stage, turn.action.micro_batch
+        if turn.source >= 0:
+            handed = micro_batch + _HANDED[turn.action.phase.direction] * count
+            came = ended[deal.stage(turn.source)][turn.after - 1] + (sent[turn.source][handed] if overlaps else 0.0)
+        last[stage] = busy[turn.part][micro_batch + places[turn.action.phase]]
+        free[stage] = max(free[stage], came) + last[stage]
+        ended[stage].append(free[stage])
+    parts = [(deal.stage(part), deal.chunk(part)) for part in range(deal.num_parts)]
     # Gradients of other chunks than the first are there before, but leave when the stage is done.
-    last = tuple([0.0 if chunk else board.seconds_of_last(stage) for stage, chunk in places])
-    return Finish(tuple([board.free[stage] for stage, _ in places]), last)
-
-
-class _Board:
-    """How far stages have come: when each is free, and when what its entries make has come to others."""
-
-    def __init__(
-        self,
-        begins: Sequence[float],
-        work: Columns,
-        sent: Columns,
-        schedule: Schedule,
-        deal: DeviceDeal,
-        overlaps: bool,
-    ) -> None:
-        count, stages, self._deal = len(sent[0]) // 2, range(deal.num_stages), deal
-        both = [_together(*pair, schedule) for pair in zip(work, sent, strict=True)]
-        self._busy: Sequence[Sequence[float]] = work if overlaps else both
-        self._under_way = sent if overlaps else [[0.0] * len(column) for column in sent]
-        self._orders, self._after = _table(schedule, deal, count, overlaps)
-        self._ended: list[list[float]] = [[] for _ in stages]
-        self._places = [0] * deal.num_stages
-        self.free, self.left = [begins[deal.part(stage, 0)] for stage in stages], sum(map(len, self._orders))
-
-    def go_on(self, stage: int) -> None:
-        """Do the next entries of a stage, as long as what they need has come."""
-        order, ended = self._orders[stage], self._ended[stage]
-        free, place = self.free[stage], self._places[stage]
-        while place < len(order) and (came := self._came(order[place])) is not None:
-            part, entry, *_ = order[place]
-            free = max(free, came) + self._busy[part][entry]
-            ended.append(free)
-            place += 1
-        self.left -= place - self._places[stage]
-        self.free[stage], self._places[stage] = free, place
-
-    def seconds_of_last(self, stage: int) -> float:
-        """Return the seconds of a stage's last entry."""
-        part, entry, *_ = self._orders[stage][-1]
-        return self._busy[part][entry]
-
-    def _came(self, needed: Entry) -> float | None:
-        """Return when what an entry needs of another stage has come; None if it has not."""
-        *_, handed, other = needed
-        if other < 0:
-            return 0.0
-        after, ended = self._after[other][handed], self._ended[self._deal.stage(other)]
-        return ended[after - 1] + self._under_way[other][handed] if len(ended) >= after else None
+    gradients = tuple([0.0 if chunk else last[stage] for stage, chunk in parts])
+    return Finish(tuple([free[stage] for stage, _ in parts]), gradients)
 
 
 def _together(work: Sequence[float], sent: Sequence[float], schedule: Schedule) -> list[float]:
@@ -168,40 +178,3 @@ def _together(work: Sequence[float], sent: Sequence[float], schedule: Schedule) 
         handed = sent[_HANDED[phase.direction] * count :] if phase.direction else (0.0,) * count
         found += map(add, own, handed)
     return found
-
-
-@lru_cache(maxsize=512)
-def _table(
-    schedule: Schedule, deal: DeviceDeal, count: int, overlaps: bool
-) -> tuple[list[list[Entry]], list[list[int]]]:
-    """Return the entries of each stage in order, and when what each part makes for others is there.
-
-    That is how many entries of its stage are done then; where what is handed over overlaps, when it leaves.
-    """
-    stages = range(deal.num_stages)
-    entries = [list(_entries(schedule, stage, deal, count)) for stage in stages]
-    after = [_done(entries[deal.stage(part)], part, count) for part in range(deal.num_parts)]
-    orders = stage_orders(schedule, deal.num_stages, count, deal.chunks) if overlaps else ()
-    for stage in stages if overlaps else ():
-        for ((direction, micro_batch, chunk), other), call in departures(orders, stage).items():
-            part = deal.part(stage, chunk)
-            if other == part + direction:
-                after[part][micro_batch + _HANDED[direction] * count] = call
-    return entries, after
-
-
-def _entries(schedule: Schedule, stage: int, deal: DeviceDeal, count: int) -> Iterator[Entry]:
-    """Yield the entries of a stage in order."""
-    places = {phase: place * count for place, phase in enumerate(PHASES[schedule])}
-    for one in actions(schedule, stage, deal.num_stages, count, deal.chunks):
-        part = deal.part(stage, one.chunk)
-        other = part - one.phase.direction
-        waits = other != part and 0 <= other < deal.num_parts
-        handed = one.micro_batch + _HANDED[one.phase.direction] * count if one.phase.direction else -1
-        yield part, one.micro_batch + places[one.phase], handed, other if waits else -1
-
-
-def _done(entries: Sequence[Entry], part: int, count: int) -> list[int]:
-    """Return how many entries of a part's stage are done when each of the part is that makes something for others."""
-    places = {handed: place for place, (own, _, handed, _) in enumerate(entries, 1) if own == part}
-    return [places[handed] for handed in range(2 * count)]

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hetu_fx.base.words import bytes_text, format_used_bytes
-from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.planner.price.alike import alike
 from hetu_fx.planner.price.beside import overlap_sums
 from hetu_fx.planner.price.link_load import Resource
 from hetu_fx.planner.price.placement import device_bytes
 from hetu_fx.planner.price.schedule_seconds import Finish, finish
-from hetu_fx.planner.price.stage_seconds import StageCosts, stage_costs
-from hetu_fx.planner.price.step_end import optimizer_seconds
+from hetu_fx.planner.price.stage_seconds import FORWARD_AND_BACKWARD, OP_SECONDS, WEIGHT_MOVES, StageCosts, stage_costs
+from hetu_fx.planner.price.step_end import OPTIMIZER_MOVES, optimizer_seconds
 from hetu_fx.planner.price.ways import Bucket, DirectionCosts, Stops, Ways
 from hetu_fx.planner.values.device_memory import Terms
 from hetu_fx.planner.values.program import ProgramCosts
@@ -281,3 +281,22 @@ def _add_crossing(busy: dict[Resource, float], sender: int, receiver: int, num_b
     """Add for how long bytes that go from one node to another keep the links busy that these share."""
     for end in cluster.ends(sender, receiver):
         busy[end.key] = busy.get(end.key, 0.0) + num_bytes / end.bytes_per_second
+
+
+def bound_seconds(costs: ProgramCosts, devices: Sequence[Device]) -> float:
+    """Return seconds that no plan of a step can be faster than.
+
+    The devices have the work of all R rows to do, at the speed of all of them together; each parameter is moved by one
+    device at least, and updated by one. Memory, communication, waiting and what cannot be divided are left out:
+
+        step >= (3 R (flops + traffic f) + 3 ops o + parameters (moves + update) f) / speed                   (6)
+
+    f are the FLOPs in the time of a byte and o those in the time that running an op takes, of the device with least.
+    """
+    whole, top_speeds = costs.between(0, costs.num_blocks), dict[str, float]()
+    for device in devices:
+        top_speeds[device.kind] = max(device.speed, top_speeds.get(device.kind, 0.0))
+    per_byte, per_op = min(device.flops_per_byte for device in devices), OP_SECONDS * min(top_speeds.values())
+    work = costs.rows * (whole.flops + whole.traffic_bytes * per_byte) + whole.num_ops * per_op
+    moved = whole.parameter_bytes * (WEIGHT_MOVES + OPTIMIZER_MOVES) * per_byte
+    return (FORWARD_AND_BACKWARD * work + moved) / math.fsum(device.speed for device in devices)

@@ -27,6 +27,7 @@ from hetu_fx.planner.price.placement import tied_holders
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.parts import PartedPipeline
 from hetu_fx.plans.plan import Plan, Stage
 
 Ring = tuple[int, ...]
@@ -192,6 +193,18 @@ def ring_line(direction: Direction, size: float, ring: Ring, cluster: Cluster, z
     return Line(empty, full - empty)
 
 
+def tied_ways(
+    direction: Direction, costs: ProgramCosts, pipeline: PartedPipeline, cluster: Cluster, zero: int
+) -> Iterator[tuple[Ring, Line, Traffic]]:
+    """Yield the readers of each parameter that several stages of a pipeline read, and its way among one of each."""
+    for one, held in tied_holders(costs, pipeline):
+        ring = tuple(dict.fromkeys(part.devices[0] for part in held))
+        if len(ring) > 1:  # else they are chunks of one stage
+            readers = tuple(dict.fromkeys(rank for part in held for rank in part.devices))
+            traffic = turn_traffic(ring, one.bytes, 1 if zero else 2, cluster)
+            yield readers, ring_line(direction, one.bytes, ring, cluster, zero), traffic
+
+
 @dataclass(frozen=True, slots=True)
 class DirectionCosts:
     """What all ways in one direction take.
@@ -292,12 +305,7 @@ class Ways:
     def _tied(self, direction: Direction) -> Iterator[tuple[Sequence[int], float]]:
         """Yield the devices and seconds of the way of each parameter that several stages of a pipeline read."""
         for pipeline in self._pipelines:
-            for one, held in tied_holders(self._costs, pipeline):
-                ring = tuple(dict.fromkeys(part.devices[0] for part in held))
-                if len(ring) == 1:  # chunks of one stage
-                    continue
-                line = ring_line(direction, one.bytes, ring, self._cluster, self._plan.zero)
-                traffic = turn_traffic(ring, one.bytes, 1 if self._plan.zero else 2, self._cluster)
+            ways = tied_ways(direction, self._costs, pipeline, self._cluster, self._plan.zero)
+            for readers, line, traffic in ways:
                 busiest = max(resource_loads(traffic, self._cluster).values(), default=0.0)
-                readers = dict.fromkeys(rank for part in held for rank in part.devices)
-                yield list(readers), line.fixed + max(line.slope, busiest)
+                yield readers, line.fixed + max(line.slope, busiest)

@@ -23,7 +23,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from hetu_fx.planner.values.line import Line
 
@@ -86,6 +86,15 @@ def spread(
     most = {key: one.most(deadline) for key, one in receivers.items()}
     counts, by_index = [most[key] for key in keys], [receivers[key].seconds for key in keys]
     return _taken_back(counts, low, lambda index, count: by_index[index](count), sum(counts) - total)
+
+
+def spread_by_speed(total: int, speeds: Sequence[float], least: int = 1) -> tuple[int, ...] | None:
+    """Return the counts, `least` at least, that let receivers of these speeds end together."""
+    return spread(total, [partial(_seconds_at, speed) for speed in speeds], low=(least,) * len(speeds))
+
+
+def _seconds_at(speed: float, count: int) -> float:
+    return count / speed
 
 
 def _taken_back(

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Device
-from hetu_fx.planner.price.bound import bound_seconds
+from hetu_fx.planner.price.step import bound_seconds
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.estimates import Estimates
 from hetu_fx.planner.search.homogeneous import price_best_plans

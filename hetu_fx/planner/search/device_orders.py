@@ -130,6 +130,15 @@ def ranks_by_node(devices: Iterable[Device], cluster: Cluster) -> dict[str, list
     return nodes
 
 
+def take_group(nodes: Sequence[list[int]], size: int, *, fullest: bool = False) -> tuple[int, ...]:
+    """Take so many ranks of the first node that has them, or of the fullest (fewest left); of several if none has."""
+    roomy = [ranks for ranks in nodes if len(ranks) >= size] or [list(itertools.chain.from_iterable(nodes))]
+    taken = tuple((min(roomy, key=len) if fullest else roomy[0])[:size])
+    for ranks in nodes:
+        ranks[:] = [rank for rank in ranks if rank not in taken]
+    return taken
+
+
 _PLACE = {"rank", "node", "source", "memory_bytes", "place", "nic"}
 _FACTS = attrgetter(*(field.name for field in fields(Device) if field.name not in _PLACE))
 

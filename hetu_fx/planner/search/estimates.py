@@ -22,9 +22,8 @@ from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.planner.price.link_load import hand_over_line
 from hetu_fx.planner.search.allocate import Alike, RangeSeconds, deal, least_passing, min_max_ranges
 from hetu_fx.planner.search.device_orders import GroupKinds, Groups, devices_by_likeness
-from hetu_fx.planner.search.family import Family
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.replica import Passing, Replica
+from hetu_fx.planner.search.replica import Family, Passing, Replica
 from hetu_fx.planner.search.stage_estimates import ReplicaRules, StageEstimate, StageRun, stage_estimate
 from hetu_fx.planner.search.step_ends import StepEnds
 from hetu_fx.planner.values.line import Line

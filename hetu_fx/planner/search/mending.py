@@ -20,9 +20,9 @@ from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.planner.search.cluster_regions import MOST_CLASSES, TimedTemplates, estimate, estimate_templates
 from hetu_fx.planner.search.device_orders import Groups, devices_by_likeness, ranks_by_node
 from hetu_fx.planner.search.estimates import even_estimates
-from hetu_fx.planner.search.family import Family
 from hetu_fx.planner.search.homogeneous import TimedArrangement, candidates, price_best_plans
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.search.replica import Family
 from hetu_fx.planner.search.templates import Template, device_classes
 from hetu_fx.plans.plan import Plan
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -45,82 +45,67 @@ class StageRun:
         return cls(micro_rows, in_flight(rules.schedule, stage, num_stages, count), count, num_replicas)
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceHolding:
-    """What a device of a stage holds, and the bytes of memory that it may use."""
+def _most_rows(room: int, piece: BlockRange, run: StageRun, zero: int) -> int:
+    """Return the most rows of a micro-batch that fit a device, whatever rows `run` says."""
+    copies = run.num_replicas * piece.stage.context
+    return piece.most_rows(room, run.num_in_flight, run.micro_batches, zero, copies)
 
-    memory: int
-    piece: BlockRange
 
-    def most_rows(self, run: StageRun, zero: int, recompute: int = 0) -> int:
-        """Return the most rows of a micro-batch that fit, whatever rows `run` says."""
-        piece = self.piece.recomputing(recompute) if recompute else self.piece
-        copies = run.num_replicas * piece.stage.context
-        return piece.most_rows(self.memory, run.num_in_flight, run.micro_batches, zero, copies)
+def _least_recompute(room: int, piece: BlockRange, run: StageRun, rules: ReplicaRules) -> int | None:
+    """Return how few blocks have to be recomputed for a run to fit a device; None if it does not whatever is."""
 
-    def least_recompute(self, run: StageRun, rules: ReplicaRules) -> int | None:
-        """Return how few blocks have to be recomputed for the run to fit; None if it does not whatever is."""
-        if self.most_rows(run, rules.zero) >= run.micro_rows:
-            return 0
-        if not rules.recompute:
-            return None
+    def fits(blocks: int) -> bool:
+        return _most_rows(room, piece.recomputing(blocks) if blocks else piece, run, rules.zero) >= run.micro_rows
 
-        def fits(blocks: int) -> bool:
-            return self.most_rows(run, rules.zero, blocks) >= run.micro_rows
-
-        piece, known = self.piece, self.piece.costs.known_recompute
-        key, fewer = (self._asked(run, rules, *blocks) for blocks in ((piece.start, piece.stop), self._fewer))
-        if key not in known:
-            least = known.get(fewer, 0)
-            known[key] = None if least is None else least_blocks(piece.stop - piece.start, fits, least)
-        return known[key]
-
-    def _asked(self, run: StageRun, rules: ReplicaRules, start: int, stop: int) -> Hashable:
-        """Return what the answer for these blocks is kept by."""
-        return run, rules.zero, self.memory, start, stop, self.piece.share, self.piece.group, self.piece.stage.context
-
-    @property
-    def _fewer(self) -> tuple[int, int]:
-        """Return the blocks but for one, which need no more recomputed: searches give stages one after the other."""
-        start, stop = self.piece.start, self.piece.stop
-        return (start, stop - 1) if not start or stop < self.piece.costs.num_blocks else (start + 1, stop)
+    if fits(0):
+        return 0
+    if not rules.recompute:
+        return None
+    start, stop, known = piece.start, piece.stop, piece.costs.known_recompute
+    # but for one block they need no more recomputed: searches give stages one after the other
+    fewer = (start, stop - 1) if not start or stop < piece.costs.num_blocks else (start + 1, stop)
+    asked = run, rules.zero, room, piece.share, piece.group, piece.stage.context
+    if (asked, start, stop) not in known:
+        least = known.get((asked, *fewer), 0)
+        known[asked, start, stop] = None if least is None else least_blocks(stop - start, fits, least)
+    return known[asked, start, stop]
 
 
 @dataclass(frozen=True, slots=True)
 class StageEstimate:
     """A group with a range of blocks: seconds of a micro-batch without hand-overs, and what its devices hold.
 
-    `recompute_line` is one more forward of all its blocks; `holdings` are those of devices that differ;
+    `recompute_line` is one more forward of all its blocks; `holdings` are the bytes of memory that devices which differ
+    may use, and what they hold;
     `update_seconds` is what the slowest device's optimizer step takes if it owns all that it holds; `host_seconds` is
     what a step takes on the slowest host; `parameter_bytes` is the most that a device holds.
     """
 
     seconds: Line
     recompute_line: Line
-    holdings: tuple[DeviceHolding, ...]
+    holdings: tuple[tuple[int, BlockRange], ...]
     update_seconds: float
     host_seconds: float
     parameter_bytes: float
 
     def recomputing(self, blocks: int) -> StageEstimate:
         """Return the same of a stage whose devices hold less, as so many blocks are recomputed."""
-        held = (DeviceHolding(holding.memory, holding.piece.recomputing(blocks)) for holding in self.holdings)
-        return replace(self, holdings=tuple(held))
+        return replace(self, holdings=tuple((room, piece.recomputing(blocks)) for room, piece in self.holdings))
 
     def recomputed_line(self, blocks: int) -> Line:
         """Return the seconds of recomputing some blocks, as if all took the same."""
-        piece = self.holdings[0].piece
+        _, piece = self.holdings[0]
         return self.recompute_line.times(blocks / (piece.stop - piece.start) if blocks else 0.0)
 
     def most_rows(self, run: StageRun, zero: int) -> int:
         """Return the most rows of a micro-batch that fit all devices, whatever rows `run` says."""
-        return min(holding.most_rows(run, zero) for holding in self.holdings)
+        return min(_most_rows(*holding, run, zero) for holding in self.holdings)
 
     def least_recompute(self, run: StageRun, rules: ReplicaRules) -> int | None:
         """Return how few blocks have to be recomputed for the run to fit; None if it does not whatever is."""
         counts = []
         for holding in self.holdings:
-            least = holding.least_recompute(run, rules)
+            least = _least_recompute(*holding, run, rules)
             if least is None:
                 return None
             counts.append(least)
@@ -156,7 +141,7 @@ def stage_estimate(
         for share in firsts
     }
     pieces = {share: BlockRange(costs, stage, position, start, stop) for share, position in firsts.items()}
-    holdings = tuple(DeviceHolding(room[share], piece) for share, piece in pieces.items())
+    holdings = tuple((room[share], piece) for share, piece in pieces.items())
     priced, devices = part_costs(stage, start, stop, costs, cluster), map(cluster.device, stage.devices)
     return StageEstimate(
         seconds=priced.slowest_compute + priced.tensor_parallel,
@@ -164,5 +149,5 @@ def stage_estimate(
         holdings=holdings,
         update_seconds=max(optimizer_seconds(priced.parameter_bytes(i), one) for i, one in enumerate(devices)),
         host_seconds=max(priced.host),
-        parameter_bytes=max(holding.piece.parameter_bytes for holding in holdings),
+        parameter_bytes=max(piece.parameter_bytes for _, piece in holdings),
     )

@@ -16,10 +16,9 @@ from hetu_fx.cluster.cluster import Device
 from hetu_fx.planner.price.stage_seconds import FORWARD_AND_BACKWARD
 from hetu_fx.planner.search.device_orders import Groups, devices_by_likeness, ranks_by_node
 from hetu_fx.planner.search.estimates import Estimates, even_estimates
-from hetu_fx.planner.search.family import Family
 from hetu_fx.planner.search.homogeneous import stage_counts
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.replica import place_pipeline
+from hetu_fx.planner.search.replica import Family, place_pipeline
 from hetu_fx.planner.search.step_ends import NO_END, EndEstimate, Held
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Pipeline

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.errors import StateError
 from hetu_fx.planner.price.beside import seen_shares
 from hetu_fx.planner.price.link_load import price_hand_over, turn_traffic
+from hetu_fx.planner.price.schedule_seconds import Turn, turns
 from hetu_fx.planner.price.stage_seconds import StageCosts, compute_lines, stage_costs
 from hetu_fx.planner.price.ways import Bucket
 from hetu_fx.planner.simulate.fold import Folding, unfold
@@ -26,15 +26,12 @@ from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.parts import DeviceDeal, PartedPipeline
 from hetu_fx.plans.plan import Plan, Schedule
-from hetu_fx.plans.schedule import BACKWARD, FORWARD, Action, Phase, at_once, departures, stage_orders
+from hetu_fx.plans.schedule import Action, Phase, at_once, departures
 
 _COMPLETES = (Phase.BACKWARD, Phase.WEIGHT_GRADIENT)
 
 Held = dict[int, float]
 """Bytes by device."""
-
-_Done = tuple[int, int, int]
-"""In which direction a micro-batch has gone through a part, by number; 0: its weights' gradients are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,27 +107,19 @@ class PipelineJobs:
     made: dict[tuple[int, int], int] = field(default_factory=dict)
     last: dict[int, tuple[int, ...]] = field(default_factory=dict)
     sent: Held = field(default_factory=dict)
-    _done: dict[_Done, int] = field(default_factory=dict)  # the job that did it
 
     def run(self, schedule: Schedule) -> None:
         """Add everything."""
-        stages, deal = range(self._deal.num_stages), self._deal
+        deal = self._deal
         for stage, devices in enumerate(self.lane.stages):
             self.last[stage] = tuple(sorted({job for rank in devices for job in self.ready.get(rank, ())}))
-        self._rows = stage_orders(schedule, deal.num_stages, len(self.rows), deal.chunks)
-        self._make_tasks({entry.phase for row in self._rows for entry in row})
-        self._ended: list[list[int]] = [[] for _ in stages]  # the last job of every entry of a stage
+        self._ended: list[list[int]] = [[] for _ in range(deal.num_stages)]  # the last job of every entry of a stage
         are_hosts = all(self.jobs.cluster.device(rank).kind == "cpu" for rank in self.lane.devices)
-        leave = at_once if are_hosts else departures  # a host sends while it does something else
-        self._leaves = [leave(self._rows, stage) for stage in stages]
-        while any(len(ended) < len(row) for ended, row in zip(self._ended, self._rows, strict=True)):
-            before = sum(map(len, self._ended))
-            for stage in stages:
-                while (entry := self._next(stage)) is not None and self._is_there(stage, entry):
-                    self._do(stage, entry)
-            if sum(map(len, self._ended)) == before:
-                stuck = [self._next(stage) for stage in stages]
-                raise StateError(f"{schedule} on {len(stuck)} stages stops at {[one for one in stuck if one]}")
+        # a host sends while it does something else
+        in_order = turns(schedule, deal, len(self.rows), at_once if are_hosts else departures)
+        self._make_tasks({turn.action.phase for turn in in_order})
+        for turn in in_order:
+            self._do(turn)
         self._leave_last()
         for stage, devices in enumerate(self.lane.stages) if self.tells_memory else ():
             freed = {rank: -self.sent.get(rank, 0.0) for rank in devices}
@@ -147,47 +136,9 @@ class PipelineJobs:
     def _deal(self) -> DeviceDeal:
         return self.lane.pipeline.deal
 
-    def _next(self, stage: int) -> Action | None:
-        row, number = self._rows[stage], len(self._ended[stage])
-        return row[number] if number < len(row) else None
-
-    def _is_there(self, stage: int, entry: Action) -> bool:
-        """Tell whether what an entry waits for has been added: what makes its input, and what that leaves after."""
-        needed = self._input(stage, entry)
-        if needed is None:
-            return True
-        return needed in self._done and len(self._ended[self._stage(needed)]) >= self._calls(
-            needed, self._deal.part(stage, entry.chunk)
-        )
-
-    def _stage(self, done: _Done) -> int:
-        *_, part = done
-        return self._deal.stage(part)
-
-    def _calls(self, needed: _Done, target: int) -> int:
-        """Return after how many entries of its stage something leaves for another part."""
-        direction, micro_batch, part = needed
-        passage = direction, micro_batch, self._deal.chunk(part)
-        return self._leaves[self._stage(needed)].get((passage, target), 0)
-
-    def _input(self, stage: int, entry: Action) -> _Done | None:
-        """Return what an entry's input comes from; None where it needs no other."""
-        part, m = self._deal.part(stage, entry.chunk), entry.micro_batch
-        match entry.phase:
-            case Phase.FORWARD if part == 0:
-                return None
-            case Phase.FORWARD:
-                return FORWARD, m, part - 1
-            case Phase.WEIGHT_GRADIENT:
-                return BACKWARD, m, part
-            case _ if part + 1 < self._deal.num_parts:
-                return BACKWARD, m, part + 1
-            case _:
-                return FORWARD, m, part
-
-    def _do(self, stage: int, entry: Action) -> None:
-        part, rows = self._deal.part(stage, entry.chunk), self.rows[entry.micro_batch]
-        after = self._arrived(stage, entry, part, rows)
+    def _do(self, turn: Turn) -> None:
+        stage, part, entry, rows = turn.stage, turn.part, turn.action, self.rows[turn.action.micro_batch]
+        after = self._arrived(turn, rows)
         work, sums = self._work[part, entry.phase, rows], self._sums[part, entry.phase, rows]
         start, end = self._memory(part, entry, rows) if self.tells_memory else (None, None)
         name = f"{entry.phase} {entry.micro_batch}" + (f" of chunk {entry.chunk}" if self._deal.chunks > 1 else "")
@@ -202,7 +153,6 @@ class PipelineJobs:
                 self.made[part, bucket] = job
         self.last[stage] = after
         self._ended[stage].append(after[0])
-        self._done[entry.phase.direction, entry.micro_batch, part] = after[0]
 
     def _make_tasks(self, phases: Collection[Phase]) -> None:
         """Make what parts do in each phase of a micro-batch of so many rows, and the messages between neighbours."""
@@ -240,20 +190,17 @@ class PipelineJobs:
             if line.fixed or line.slope
         )
 
-    def _arrived(self, stage: int, entry: Action, part: int, rows: int) -> tuple[int, ...]:
+    def _arrived(self, turn: Turn, rows: int) -> tuple[int, ...]:
         """Return what an entry waits for; adds the messages that bring its input, if any do."""
-        needed, own = self._input(stage, entry), self.last[stage]
-        if needed is None:
+        own = self.last[turn.stage]
+        if turn.source < 0:
             return own
-        *_, source = needed
-        made, calls = self._done[needed], self._calls(needed, part)
-        if source == part:
-            return (*own, made)
-        leaves = self._ended[self._stage(needed)][calls - 1] if calls else made
-        after: tuple[int, ...] = (*own, leaves)
-        for task in self._messages[source, part, rows]:
+        ended = self._ended[self._deal.stage(turn.source)]
+        after: tuple[int, ...] = (*own, ended[turn.after - 1])
+        for task in self._messages[turn.source, turn.part, rows]:
             held = self._sent(task) if self.tells_memory else None
-            after = (self.jobs.do(task, f"send {entry.micro_batch}", after, held, part_of=made),)
+            name = f"send {turn.action.micro_batch}"
+            after = (self.jobs.do(task, name, after, held, part_of=ended[turn.made - 1]),)
         return after
 
     def _sent(self, task: Task) -> Held:

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.link_load import Resource, turn_traffic
-from hetu_fx.planner.price.placement import device_shards, tied_holders
+from hetu_fx.planner.price.link_load import Resource
+from hetu_fx.planner.price.placement import device_shards
 from hetu_fx.planner.price.step import predict, row_sum_seconds
 from hetu_fx.planner.price.step_end import optimizer_seconds
-from hetu_fx.planner.price.ways import Bucket, Direction, Holders, HomeWay, buckets, ring_line
+from hetu_fx.planner.price.ways import Bucket, Direction, Holders, HomeWay, buckets, tied_ways
 from hetu_fx.planner.simulate.fold import Fold
 from hetu_fx.planner.simulate.jobs import Jobs, Task
 from hetu_fx.planner.simulate.pipeline import Held, PipelineJobs, PipelineLane
@@ -232,20 +232,12 @@ class _StepJobs:
         """
         found = []
         for number, lane in self.lanes.items():
-            for one, held in tied_holders(self.costs, lane.pipeline):
-                ring = tuple(dict.fromkeys(part.devices[0] for part in held))
-                ranks = tuple(dict.fromkeys(rank for part in held for rank in part.devices))
-                if len(ring) > 1:
-                    after = sorted({job for rank in ranks for job in waits.get(rank, ())})
-                    task = self._tied_task(kind, one.bytes, ring, ranks, number)
-                    found.append((self.jobs.do(task, f"{kind} tied", after), ranks))
+            folded = (self.fold.of_pipeline(number),) if self.fold else ()
+            for ranks, line, traffic in tied_ways(kind, self.costs, lane.pipeline, self.cluster, self.plan.zero):
+                after = sorted({job for rank in ranks for job in waits.get(rank, ())})
+                task = self.jobs.transfer(kind, line, traffic, ranks, *folded)
+                found.append((self.jobs.do(task, f"{kind} tied", after), ranks))
         return found
-
-    def _tied_task(self, kind: Direction, size: float, ring: Sequence[int], ranks: Sequence[int], number: int) -> Task:
-        line = ring_line(kind, size, tuple(ring), self.cluster, self.plan.zero)
-        traffic = turn_traffic(ring, size, 1 if self.plan.zero else 2, self.cluster)
-        folded = (self.fold.of_pipeline(number),) if self.fold else ()
-        return self.jobs.transfer(kind, line, traffic, ranks, *folded)
 
     def _update_memory(self, rank: int, *, made: bool, sent: bool) -> tuple[Held, Held]:
         """Return what a device holds more from the start of its update, and from its end, without gradients."""

@@ -7,8 +7,7 @@ import math
 import pytest
 
 from hetu_fx.cluster.cluster import Cluster, Link
-from hetu_fx.planner.price.bound import bound_seconds
-from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.price.step import bound_seconds, predict
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.searches import SEARCHES
 from hetu_fx.planner.values.options import Choice, PlanOptions

@@ -8,7 +8,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.price.fitting import fit_recompute, least_blocks
 from hetu_fx.planner.price.step import PricedStep, memory_problems, predict
-from hetu_fx.planner.search.builder import Builder
+from hetu_fx.planner.search.contiguous import Builder
 from hetu_fx.planner.search.stage_estimates import ReplicaRules
 from hetu_fx.planner.simulate.simulate import simulated_seconds
 from hetu_fx.planner.values.options import PlanOptions

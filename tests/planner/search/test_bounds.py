@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.planner.price.fitting import fit_recompute
 from hetu_fx.planner.search.allocate import least_longest, least_passing
-from hetu_fx.planner.search.bounds import PlanBounds
 from hetu_fx.planner.search.estimates import Estimates, replica_rules
-from hetu_fx.planner.search.homogeneous import candidates
+from hetu_fx.planner.search.homogeneous import PlanBounds, candidates
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.templates import DeviceAllotment, TemplateRegion, Templates
 from hetu_fx.planner.values.line import Line

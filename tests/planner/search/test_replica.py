@@ -11,8 +11,7 @@ from hetu_fx.planner.price.schedule_seconds import finish
 from hetu_fx.planner.price.stage_seconds import StageCosts, stage_costs
 from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.search.estimates import Estimates
-from hetu_fx.planner.search.family import Family
-from hetu_fx.planner.search.replica import Passing
+from hetu_fx.planner.search.replica import Family, Passing
 from hetu_fx.planner.search.stage_estimates import ReplicaRules, stage_estimate
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
@@ -26,9 +25,9 @@ MEMORY = {0: 7000, 1: 5000, 2: 6000}
 
 def test_of_devices_with_equal_shares_the_one_with_least_memory_stands_for_all() -> None:
     even = stage_estimate(Stage((0, 1)), 1, 3, COSTS, CLUSTER, MEMORY)
-    assert [(held.memory, held.piece.share) for held in even.holdings] == [(5000, 0.5)]
+    assert [(room, piece.share) for room, piece in even.holdings] == [(5000, 0.5)]
     uneven = stage_estimate(Stage((0, 1, 2), (2, 1, 1)), 1, 3, COSTS, CLUSTER, MEMORY)
-    assert [(held.memory, held.piece.share) for held in uneven.holdings] == [(7000, 0.5), (5000, 0.25)]
+    assert [(room, piece.share) for room, piece in uneven.holdings] == [(7000, 0.5), (5000, 0.25)]
 
 
 def test_seconds_are_those_of_the_cost_model_without_hand_overs() -> None:

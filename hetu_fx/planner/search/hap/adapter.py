@@ -115,11 +115,8 @@ def _with_program(
     if problem.options.refused(plan) or memory_problems(expected, problem.cluster, problem.options.memory_fraction):
         return
     problem.priced.add(expected.seconds, is_roomy=True)
-    yield replace(plan, predicted=Prediction(expected.seconds, why=_said(result))), expected.seconds
-
-
-def _said(result: HapResult) -> str:
-    return f"hap, by its own prices: the program that was found takes {result.seconds:.4g} s: {result.why}"
+    why = f"hap, by its own prices: the program that was found takes {result.seconds:.4g} s: {result.why}"
+    yield replace(plan, predicted=Prediction(expected.seconds, why=why)), expected.seconds
 
 
 def _translations(captured: CapturedCosts, result: HapResult, problem: Problem) -> Iterator[Translation]:

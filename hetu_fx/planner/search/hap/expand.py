@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.op_forms import OpForm, SynthesisRules, op_forms
 from hetu_fx.planner.search.hap.prices import RatioPrices, Vector
-from hetu_fx.planner.search.hap.span import Span
-from hetu_fx.planner.search.hap.synthesis import Dominance, Layouts, OpChoice, Stretch
+from hetu_fx.planner.search.hap.synthesis import Dominance, Layouts, OpChoice, Span, Stretch
 from hetu_fx.planner.search.hap.tensor_states import (
     COPY,
     HeldBytes,

@@ -143,7 +143,9 @@ class PlayedStep:
             lost = min(turns * self._cluster.meeting_seconds(self._ranks), transfer.seconds(self._run.ratios))
             line = Line(lost, transfer.seconds(self._run.ratios) - lost)
             traffic = turn_traffic(self._ranks, transfer.bytes, turns, self._cluster)
-            task = self._jobs.transfer("communication", line, () if _moves_a_part(transfer) else traffic, self._ranks)
+            if transfer.change in (ChangeKind.SHIFT, ChangeKind.ALL_TO_ALL):
+                traffic = ()  # it sends less than goes around for all of a tensor
+            task = self._jobs.transfer("communication", line, traffic, self._ranks)
             after = [self._jobs.do(task, str(transfer), after)]
         return after
 
@@ -249,8 +251,3 @@ class PlayedStep:
 def _is_exchanged(change: LayoutChange) -> bool:
     """Tell whether devices wait for a change where it stands: of activations, and of parameters cut anew."""
     return not change.is_parameter or change.target.kind is LayoutKind.SPLIT
-
-
-def _moves_a_part(transfer: PricedCollective) -> bool:
-    """Tell whether a transfer sends less than goes around for all of a tensor."""
-    return transfer.change in (ChangeKind.SHIFT, ChangeKind.ALL_TO_ALL)

@@ -173,18 +173,15 @@ class PricedCollective(NamedTuple):
 
 
 def _driver(follows: tuple[int, ...], ratios: Ratios) -> float:
+    """Return the largest share, or how far boundaries between parts are apart at most, as a share of the dim."""
     match follows:
         case (segment,):
             return max(ratios[segment])
         case (one, other):
-            return _boundary_distance(ratios[one], ratios[other])
+            boundaries = zip(itertools.accumulate(ratios[one]), itertools.accumulate(ratios[other]), strict=True)
+            return max(abs(a - b) for a, b in boundaries)
         case _:
             return 0.0
-
-
-def _boundary_distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return how far boundaries between parts are apart at most, as a share of the dim."""
-    return max(abs(a - b) for a, b in zip(itertools.accumulate(one), itertools.accumulate(other), strict=True))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from typing import NamedTuple, Protocol
 
 from hetu_fx.planner.search.hap.op_forms import SynthesisRules
 from hetu_fx.planner.search.hap.prices import RatioPrices, Vector
-from hetu_fx.planner.search.hap.span import Span
 from hetu_fx.planner.search.hap.tensor_states import HeldBytes, Layout, Limits, held_bytes_after
 from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 
@@ -43,6 +42,73 @@ Layouts = tuple[Layout, ...]
 
 State = tuple[tuple[str, Layouts], ...]
 """Tensors at hand with their layouts, by name."""
+
+
+class Span(NamedTuple):
+    """Seconds of a stretch of a program that can be joined with what stands before and after it.
+
+    Work between two exchanges of activations is waited for at their end: seconds are the largest sum over that stage. A
+    stretch whose ends are open has (a, m, z): by device the work before its first exchange, all up to its last one, and
+    the work after that; without an exchange it has a alone, `middle` is None and `tail` empty. Joined,
+    (a, m, z) (a', m', z') = (a, m + max(z + a') + m', z'), so that N equal stretches need be searched once (min-plus).
+    """
+
+    head: Vector
+    middle: float | None = None
+    tail: Vector = ()
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of the stretch alone."""
+        return max(self.head) + (0.0 if self.middle is None else self.middle + max(self.tail))
+
+    def then(self, other: Span) -> Span:
+        """Return the stretch and another one after it."""
+        if self.middle is None:
+            return Span(_add(self.head, other.head), other.middle, other.tail)
+        joined = _add(self.tail, other.head)
+        if other.middle is None:
+            return Span(self.head, self.middle, joined)
+        return Span(self.head, self.middle + max(joined) + other.middle, other.tail)
+
+    def least_seconds(self, to_come: Vector) -> float:
+        """Return what no continuation goes below in which the devices have so much work to come."""
+        if self.middle is None:
+            return max(_add(self.head, to_come))
+        return max(self.head) + self.middle + max(_add(self.tail, to_come))
+
+    def is_never_later(self, other: Span, extra: float = 0.0) -> bool:
+        """Tell whether it takes no longer than another, whatever stands before and after, even with `extra`.
+
+        `extra` is seconds of exchanges at its end, that the other one does not need. With one device that can
+        be the slowest that is exact; else it may say no where yes is true, when there is an extra.
+        """
+        if len(self.head) == 1:
+            return self.seconds + extra <= other.seconds * _SLIGHTLY_MORE
+        if extra > 0:
+            return self._with_exchange(extra).is_never_later(other)
+        if self.middle is None:
+            ends = other.head if other.middle is None else _add(other.head, other.tail)
+            return _lead(self.head, ends) <= (other.middle or 0.0)
+        if other.middle is None:
+            return False
+        late = _lead(self.head, other.head) + _lead(self.tail, other.tail)
+        return late + self.middle <= other.middle * _SLIGHTLY_MORE
+
+    def _with_exchange(self, seconds: float) -> Span:
+        nothing = (0.0,) * len(self.head)
+        return self.then(Span(nothing, seconds, nothing))
+
+
+_SLIGHTLY_MORE = 1 + 1e-12
+
+
+def _lead(one: Vector, other: Vector) -> float:
+    return max(a - b for a, b in zip(one, other, strict=True))
+
+
+def _add(one: Vector, other: Vector) -> Vector:
+    return tuple(map(float.__add__, one, other))
 
 
 class OpChoice(NamedTuple):
@@ -257,15 +323,11 @@ def block_description(problem: TensorProgram, start: int, stop: int) -> tuple[tu
             replace(problem.by_name[name], name=""),
             name in made_here,
             problem.last_use.get(name, -1) >= stop,
-            _is_known_before(problem, name, start),
+            problem.first_use.get(name, start) < start,
         )
         for name in names
     )
     return names, (tensors, tuple(_op_description(op, numbers) for op in ops))
-
-
-def _is_known_before(problem: TensorProgram, name: str, start: int) -> bool:
-    return problem.first_use.get(name, start) < start
 
 
 def _op_description(op: Op, numbers: Mapping[str, int]) -> Hashable:

@@ -16,8 +16,16 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.expand import Expansion
 from hetu_fx.planner.search.hap.op_program import HapProgram, HapStep, LayoutChange
 from hetu_fx.planner.search.hap.prices import PricedCollective, Ratios, Vector
-from hetu_fx.planner.search.hap.span import Span
-from hetu_fx.planner.search.hap.synthesis import Item, Layouts, OpChoice, State, Stretch, best_first, block_description
+from hetu_fx.planner.search.hap.synthesis import (
+    Item,
+    Layouts,
+    OpChoice,
+    Span,
+    State,
+    Stretch,
+    best_first,
+    block_description,
+)
 from hetu_fx.planner.search.hap.tensor_states import Bytes, HeldBytes, Layout, LayoutKind, held_bytes
 from hetu_fx.planner.values.tensor_program import TensorProgram
 

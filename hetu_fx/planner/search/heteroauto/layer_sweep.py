@@ -270,7 +270,7 @@ def _descend(
         if found is None:
             break
         share, steps = found
-        largest = max(_bound(tables, step) for step in steps)
+        largest = max(float(tables.costs(step.place).bound[step.row, step.layers]) for step in steps)
         if share + largest < below:
             below = share + largest
             best = PipelineArrangement(below, tuple(tables.stage(s.place, s.row, s.layers) for s in steps))
@@ -285,7 +285,3 @@ def _may_hold(tables: Tables, choices: Sequence[GroupChoice], limit: float, size
         fits = tables.least_bounds(choice.groups, 0.0)[1 : choice.most_stages + 1, sizes] <= limit
         held += int((fits * sizes).max(axis=1, initial=0).sum())
     return held >= tables.problem.num_layers
-
-
-def _bound(tables: Tables, step: SweepStep) -> float:
-    return float(tables.costs(step.place).bound[step.row, step.layers])

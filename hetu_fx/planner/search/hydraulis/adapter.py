@@ -21,7 +21,7 @@ from hetu_fx.planner.dispatch.dispatch import Dispatch, dispatch
 from hetu_fx.planner.dispatch.pack import Packing, packings
 from hetu_fx.planner.dispatch.scheme_costs import Scheme, SequenceBatch, Strategy
 from hetu_fx.planner.price.step import predict
-from hetu_fx.planner.search.device_orders import ranks_by_node
+from hetu_fx.planner.search.device_orders import ranks_by_node, take_group
 from hetu_fx.planner.search.hydraulis.pool import ALIGNMENT, LengthVariant, propose
 from hetu_fx.planner.search.hydraulis.schemes import SchemeShape, devices_by_kind, fitting_schemes, make_pipeline
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
@@ -117,21 +117,11 @@ def _placed(strategy: Strategy, problem: Problem) -> list[Pipeline]:
             rank
             for _ in range(scheme.stages)
             for own, count in zip(free, counts, strict=True)
-            for rank in _taken(own, count)
+            for rank in take_group(own, count, fullest=True)
         ]
         shape = SchemeShape(counts, scheme.stages, scheme.context, scheme.recomputes)
         found.append(make_pipeline(shape, list(map(cluster.device, ranks)), problem))
     return found
-
-
-def _taken(free: list[list[int]], size: int) -> tuple[int, ...]:
-    """Take devices of one node; of several where none has enough left."""
-    roomy = [ranks for ranks in free if len(ranks) >= size]
-    source = min(roomy, key=len) if roomy else list(itertools.chain.from_iterable(free))
-    taken = tuple(source[:size])
-    for ranks in free:
-        ranks[:] = [rank for rank in ranks if rank not in taken]
-    return taken
 
 
 def _find(problem: Problem) -> Candidates:

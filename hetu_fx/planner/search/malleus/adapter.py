@@ -216,17 +216,13 @@ def _with_rows_shared(plan: Plan, problem: Problem) -> Plan:
     for first in dict.fromkeys(like):
         priced = stage_costs(parts[first], problem.costs, problem.cluster)
         runs[first] = tuple([part.seconds for part in priced]), parts[first].micro_batches
-    of_alike = {run: partial(_seconds_of, *run) for run in runs.values()}
+    of_alike = {(lines, n): partial(pipeline_seconds, lines, micro_batches=n) for lines, n in runs.values()}
     costs = [of_alike[runs[first]] for first in like]
     rows = spread(problem.costs.rows, costs, low=(1,) * len(costs))
     assert rows is not None, "there are no more pipelines than rows"
     pairs = zip(plan.pipelines, rows, strict=True)
     shared = tuple(replace(p, share=count, micro_batches=min(p.micro_batches, count)) for p, count in pairs)
     return replace(plan, pipelines=shared)
-
-
-def _seconds_of(lines: tuple[Line, ...], micro_batches: int, rows: int) -> float:
-    return pipeline_seconds(lines, rows, micro_batches)
 
 
 def _lacks(problem: Problem) -> str:

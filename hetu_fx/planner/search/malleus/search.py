@@ -36,7 +36,6 @@ from itertools import combinations
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.allocate import spread_evenly
 from hetu_fx.planner.search.malleus.device_groups import Grouping, GroupKind, groupings
-from hetu_fx.planner.search.malleus.group_swaps import ExchangeGoal, different_pairs, exchanges, replace_kind
 from hetu_fx.planner.search.malleus.layers import (
     MOST_STEPS,
     Budget,
@@ -44,6 +43,7 @@ from hetu_fx.planner.search.malleus.layers import (
     Kinds,
     LayerFiller,
     Listing,
+    micro_batches_within,
     most_below,
 )
 from hetu_fx.planner.search.malleus.mapping import (
@@ -154,6 +154,85 @@ def _nothing_fits(situation: MalleusSituation) -> str:
         f"{situation.degrees[0]}. Every pipeline needs a group, {need / 1e6:.4g} MB for its layers, and a "
         f"micro-batch per stage\nhint: use fewer pipelines, smaller groups, more micro-batches, or more devices"
     )
+
+
+_ROUNDED = 1 - 1e-9  # a sum that is greater by less than rounding
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeGoal:
+    """What two pipelines of some have to reach for all to be better, whatever the others do.
+
+    T of a placement is lower, or as low with more micro-batches per second (what the descent lowers), only if the two
+    do by T, or before, what the others leave. That takes no longer to tell for many pipelines.
+
+    Attributes:
+        seconds: T of all.
+        missing: micro-batches that the others cannot do by then.
+        missing_before: those that they cannot do before.
+        rate: micro-batches per second of the two as they are.
+    """
+
+    seconds: float
+    missing: int
+    missing_before: int
+    rate: float
+
+    @classmethod
+    def of(cls, pipelines: Sequence[FilledPipeline], total: int, seconds: float, pair: tuple[int, int]) -> ExchangeGoal:
+        """Return it for two of some pipelines, which do `total` micro-batches in so many seconds."""
+        rest = [one for number, one in enumerate(pipelines) if number not in pair]
+        missing = total - sum(micro_batches_within(one, seconds) for one in rest)
+        before = total - sum(most_below(one, seconds) for one in rest)
+        rate = sum(1 / pipelines[number].bottleneck for number in pair)
+        return cls(seconds, missing, before, rate)
+
+    def allows(self, one: FilledPipeline | None, other: FilledPipeline | None) -> bool:
+        """Tell whether no bound rules out that these in place of the two are better."""
+        if one is None or other is None:
+            return False
+        if most_below(one, self.seconds) + most_below(other, self.seconds) >= self.missing_before:
+            return True
+        is_faster = 1 / one.bottleneck + 1 / other.bottleneck > self.rate * _ROUNDED
+        return (
+            is_faster
+            and micro_batches_within(one, self.seconds) + micro_batches_within(other, self.seconds) >= self.missing
+        )
+
+
+def different_pairs(bins: Sequence[Kinds]) -> Iterator[tuple[int, int]]:
+    """Yield pairs of positions, one for each pair of different pipelines, slower ones first.
+
+    Pipelines may be exchanged meanwhile, which makes new pairs.
+    """
+    seen, done = set[tuple[Kinds, Kinds]](), set[Kinds]()
+    for i in range(len(bins)):
+        first = bins[i]
+        for j in range(i + 1, len(bins)) if first not in done else ():
+            pair = (bins[i], bins[j]) if bins[i] >= bins[j] else (bins[j], bins[i])
+            if pair not in seen:
+                seen.add(pair)
+                before = bins[i], bins[j]
+                yield i, j
+                if (bins[i], bins[j]) != before:
+                    done.clear()
+        if bins[i] == first:
+            done.add(first)
+
+
+def exchanges(one: Kinds, other: Kinds) -> Iterator[tuple[Kinds, Kinds]]:
+    """Yield both pipelines after a group of one was moved to the other, or two groups swapped."""
+    for mine in (None, *dict.fromkeys(one)):
+        for theirs in (None, *dict.fromkeys(other)):
+            if mine != theirs:
+                yield replace_kind(one, mine, theirs), replace_kind(other, theirs, mine)
+
+
+def replace_kind(kinds: Kinds, gone: GroupKind | None, new: GroupKind | None) -> Kinds:
+    left = list(kinds)
+    if gone is not None:
+        left.remove(gone)
+    return tuple(sorted([*left, *([] if new is None else [new])], reverse=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,12 +52,10 @@ class LayerMemory:
         check_not_negative(PlanError, "layer memory", edge_bytes=self.edge_bytes, reserve_bytes=self.reserve_bytes)
 
     @classmethod
-    def linear(
-        cls, state_bytes: float, activation_bytes: float, *, edge_bytes: float = 0.0, reserve_bytes: float = 0.0
-    ) -> LayerMemory:
+    def linear(cls, state_bytes: float, activation_bytes: float, *, edge_bytes: float = 0.0) -> LayerMemory:
         """Build it from what a layer holds always, and what it keeps per micro-batch in flight."""
         table = (state_bytes + activation_bytes, state_bytes + 2 * activation_bytes)
-        return cls(table, edge_bytes, reserve_bytes)
+        return cls(table, edge_bytes)
 
     def at(self, num_following: int) -> float:
         """Return k_r in (2) for a stage that `num_following` stages follow."""

@@ -8,8 +8,7 @@ from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.cluster_regions import MOST_CLASSES
 from hetu_fx.planner.search.device_orders import devices_by_likeness
-from hetu_fx.planner.search.heteroauto.adapter import placed_groups, shapes
-from hetu_fx.planner.search.heteroauto.chip_kinds import HeteroProblems
+from hetu_fx.planner.search.heteroauto.adapter import HeteroProblems, placed_groups, shapes
 from hetu_fx.planner.search.heteroauto.search import search
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.simulate.simulate import expect

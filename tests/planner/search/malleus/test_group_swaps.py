@@ -3,9 +3,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from hetu_fx.planner.search.malleus.group_swaps import ExchangeGoal, different_pairs, exchanges
 from hetu_fx.planner.search.malleus.layers import Kinds
-from hetu_fx.planner.search.malleus.search import Placement, Placer, _merit
+from hetu_fx.planner.search.malleus.search import ExchangeGoal, Placement, Placer, _merit, different_pairs, exchanges
 from tests.planner.search.malleus.models import ample, kinds
 
 

@@ -131,7 +131,8 @@ def _in_dtypes(problem: Problem, search: str, dtypes: Sequence[str]) -> tuple[Pl
     as fast as it is in these. What unlike kinds in one stage have in common may be slower, which the price says then.
     """
     off: dict[str, Any] = dict.fromkeys(dtypes, False)
-    options = replace(problem.options, **off)
+    forbidden = (*problem.options.forbidden, "zero_3")  # casts of all parameters would stay for backward
+    options = replace(problem.options, **off, forbidden=forbidden)
     quick = replace(problem, cluster=problem.cluster.in_dtypes(dtypes), options=options)
     return tuple(_with_dtypes(plan, problem, dtypes) for plan in make_plans(quick, search))
 
@@ -281,7 +282,8 @@ def _least_moved(found: Mapping[Plan, float], running: Plan) -> Plan:
 def _simplest(found: Mapping[Plan, float]) -> Plan:
     """Return the plan with the fewest stages and shards of those negligibly slower than the best.
 
-    One that recomputes nothing comes first. Of equally fast ones that is one of few micro-batches, with states spread.
+    One that recomputes nothing comes first. Of equally fast ones that is one of few micro-batches, with states spread,
+    and no more.
     """
     limit = min(found.values()) * (1 + NEGLIGIBLE)
     near = [plan for plan, seconds in found.items() if seconds <= limit]
@@ -292,8 +294,8 @@ def _simplest(found: Mapping[Plan, float]) -> Plan:
     return min(near, key=order)
 
 
-def _simplicity(plan: Plan) -> tuple[int, int, str]:
-    return sum(pipeline.micro_batches for pipeline in plan.pipelines), -plan.zero, plan.summary()
+def _simplicity(plan: Plan) -> tuple[int, bool, int, str]:
+    return sum(pipeline.micro_batches for pipeline in plan.pipelines), not plan.zero, plan.zero, plan.summary()
 
 
 def _num_seams(plan: Plan) -> int:

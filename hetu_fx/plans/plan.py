@@ -216,6 +216,21 @@ class Plan(Document):
         return self.zero == 3 and all(len(p.stages) == 1 and p.micro_batches == 1 for p in self.pipelines)
 
     @property
+    def lets_gradients_go(self) -> bool:
+        """Tell whether gradients that are on their way are waited for while others come, from zero 2 on.
+
+        Not where devices of a pipeline wait for each other in backward: some would wait for others that wait for them.
+        """
+        return self.zero >= 2 and all(len(pipeline.devices) == 1 for pipeline in self.pipelines)
+
+    @property
+    def zero_in_effect(self) -> int:
+        """Return the `zero` of which a step has all memory that it saves: less than 2 and 3 where these keep more."""
+        if self.gathers_units:
+            return 3
+        return 2 if self.lets_gradients_go and self.is_data_parallel else min(self.zero, 1)
+
+    @property
     def has_program(self) -> bool:
         """Tell whether a stage says op by op what is cut."""
         return any(stage.program for *_, stage in self.stages)

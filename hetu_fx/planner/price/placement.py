@@ -41,7 +41,8 @@ class Homes:
     """Where the states of what a device reads are kept.
 
     Attributes:
-        zero: 1 keeps every element of the states once, 0 wherever it is read.
+        zero: 0 keeps the states wherever they are read, 1 every element of them once; under 2 gradients go home as they
+            come, and under 3 parameters are gathered unit by unit, too (`Plan.zero_in_effect`).
         num_copies: how many devices read the same part of what a stage splits, near enough where pipelines differ.
         split: the device's share of the states of its shards of split parameters.
         whole: its share of the states of those that the whole group reads.
@@ -106,15 +107,23 @@ class BlockRange:
         repeated = self.costs.stage(self.start, self.stop).repeated_parameter_bytes * (self.costs.repeated_parts - 1)
         copied = self.parameter_bytes if homes.num_copies > 1 else common * (self.group > 1) + tied
         owned = split * homes.split + (common + repeated) * homes.whole + sum(one.bytes for one in shared) * homes.tied
-        return HeldShard(
+        lets_go, units = homes.zero >= 2, self.costs.unit_bytes(self.share) if homes.zero == 3 else ()
+        buffers = sum(max(units[first::2], default=0.0) for first in (0, 1))  # neighbours are there together
+        copies = min(copied, buffers) if units else copied
+        shard = HeldShard(
             parameters=self.parameter_bytes,
             owned=owned if homes.zero else self.parameter_bytes,
-            copied=copied if homes.zero else 0.0,
+            copied=copies if homes.zero else 0.0,
             synced=copied if homes.zero or homes.num_copies > 1 else tied,
             footprint=self.costs.footprint(self.start, self.stop, self.share),
             handed=self.costs.boundary(self.start) + self.costs.boundary(self.stop),
             state=self.costs.state,
+            lets_go=lets_go,
+            unit=max(units, default=0.0),
         )
+        if not lets_go:
+            return shard
+        return replace(shard, footprint=self.costs.footprint(self.start, self.stop, self.share, shard.going))
 
     @once_per_object(_place)
     def most_rows(self, limit: int, num_in_flight: int, micro_batches: int, zero: int, num_replicas: int) -> int:
@@ -208,7 +217,7 @@ def placed_devices(
             share, own = stage.shares[position][1], speeds[rank]
             split = min(1.0, own / (holders.columns[position % group] if holders.columns else holders.speed * share))
             homes = Homes(
-                zero=plan.zero,
+                zero=plan.zero_in_effect,
                 num_copies=len(plan.pipelines) * stage.context,
                 split=split,
                 # In a grid nearly all weights are split: all count as if they were.

@@ -10,7 +10,8 @@ those of `device_memory`; those amid micro-batches are found by going through th
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -34,6 +35,9 @@ from hetu_fx.plans.parts import DeviceDeal, PartedPipeline
 from hetu_fx.plans.plan import Plan, Schedule, Stage, pipeline_rows
 from hetu_fx.plans.recomputed import RecomputedOps
 from hetu_fx.plans.schedule import Order, Phase, stage_orders
+
+HOME_SHARES = 1000
+"""Into how many parts homes are shared out by memory, so that plans are exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +193,36 @@ def peak_terms(places: Sequence[PlacedDevice], schedule: Schedule) -> Terms:
     return peak(chunk_instants(shards, order, first.micro_batches), first.rows)
 
 
+def homes_by_memory(plan: Plan, costs: ProgramCosts, limits: Mapping[int, int]) -> Plan:
+    """Return a plan with shares of homes in proportion to what each device has room for besides all else it holds.
+
+    `limits` are bytes by rank. So no device owns more than fits, if all of them can own all together; where none has
+    room the plan is returned as it is. Rows stay as they are.
+    """
+    equal = dict.fromkeys(plan.devices, 1.0)
+    places = by_rank(placed_devices(replace(plan, homes=()), costs, equal))
+    rooms = {rank: _room(found, plan.schedule, limits[rank]) for rank, found in places.items()}
+    most = max(rooms.values())
+    if not plan.zero or not most or not (min(rooms.values()) or plan.is_data_parallel):  # where others own the rest
+        return plan
+    found = (rooms.get(rank, 0.0) for rank in range(max(plan.devices) + 1))
+    return replace(plan, homes=tuple(math.ceil(HOME_SHARES * room / most) for room in found))
+
+
+def _room(places: Sequence[PlacedDevice], schedule: Schedule, limit: int) -> float:
+    """Return the bytes of the most parameters that a device can own of those that it reads."""
+
+    def owning(parts: int) -> list[PlacedDevice]:
+        own = parts / HOME_SHARES
+        return [replace(one, homes=replace(one.homes, split=own, whole=own, tied=own)) for one in places]
+
+    def exceeds(parts: int) -> bool:
+        return sum(count for _, count in peak_terms(owning(parts), schedule)) > limit
+
+    most = bisect_left(range(HOME_SHARES + 1), True, key=exceeds) - 1
+    return sum(one.piece.shard(one.homes).owned for one in owning(most)) if most > 0 else 0.0
+
+
 def device_shards(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, HeldShard]:
     """Return what every device of a plan is given to hold; states are spread by `speeds`."""
     places = by_rank(placed_devices(plan, costs, speeds))
@@ -200,10 +234,10 @@ def placed_devices(
 ) -> Iterator[PlacedDevice]:
     """Yield every device of a plan, or of these pipelines, with what it is given to hold.
 
-    States are spread by `speeds`.
+    States are spread by the plan's shares of homes, or else by `speeds`.
     """
     asked, dealt = costs.under(plan), plan.parts(costs.num_blocks)
-    rows = pipeline_rows(costs.rows, plan)
+    rows, speeds = pipeline_rows(costs.rows, plan), plan.home_weights(speeds)
     readers, tied_speed = _readers(dealt, speeds), _tied_speed(dealt, asked, speeds)
     chosen = (pair for pair in enumerate(dealt) if pipelines is None or pair[0] in pipelines)
     parts = ((i, pipeline.deal, *part) for i, pipeline in chosen for part in enumerate(_with_ranges(pipeline)))

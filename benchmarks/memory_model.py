@@ -50,6 +50,13 @@ PLANS = {
     "one device": Plan.single(),
     "2 replicas": Plan.data_parallel((0, 1)),
     "2 replicas, zero 0": replace(Plan.data_parallel((0, 1)), zero=0),
+    "2 replicas, zero 2": Plan.data_parallel((0, 1), zero=2),
+    "2 replicas, zero 3": Plan.data_parallel((0, 1), zero=3),
+    "4 replicas, zero 3": Plan.data_parallel(4, zero=3),
+    "2 replicas, zero 3, all blocks recomputed": Plan(
+        tuple(Pipeline((Stage((rank,), recompute=BLOCKS),)) for rank in range(2)), zero=3
+    ),
+    "tensor parallel 2 x 2 replicas, zero 3": Plan((pipeline((0, 1)), pipeline((2, 3))), zero=3),
     "2 replicas, rows 3:1": Plan.data_parallel((0, 1), (3, 1)),
     "2 replicas, 4 micro-batches": Plan((pipeline((0,), micro_batches=4), pipeline((1,), micro_batches=4))),
     "tensor parallel 2": Plan.tensor_parallel((0, 1)),

@@ -50,7 +50,7 @@ from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import Choice
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.state import ParameterState
-from hetu_fx.plans.homes import choose_homes, speeds
+from hetu_fx.plans.homes import choose_homes, home_weights
 from hetu_fx.plans.plan import PLAN_WORDS, Plan, plan_in_word
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.lazy import initialize_lazy
@@ -354,6 +354,7 @@ def _execution_of(
             )
             execution = GraphExecution(programs, wanted.batch, wanted.backend, replays=options.cuda_graphs)
             forbidden = () if wanted.backend is None else _WITHOUT_GAIN_COMPILED
+            forbidden += ("zero_3",) if options.cuda_graphs else ()  # parameters stay where they were
             return execution, CapturedProgram.of(programs, wanted.batch, forbidden=forbidden)
         case "eager" if wanted.backend is not None:
             raise StateError(
@@ -604,7 +605,7 @@ def check_plans_and_choose_homes(
 ) -> dict[str, HomeLayout]:
     """Check all plans, and return where each parameter's home is: near where the first plan reads it; collective.
 
-    Shares are in proportion to the devices' speed.
+    Shares are as this plan says, or in proportion to the devices' speed.
     """
     for plan in plans:
         execution.check(plan, table.size)
@@ -616,7 +617,7 @@ def check_plans_and_choose_homes(
 
     read = broadcast_from_rank0(table, read_by_first)  # by one for all, as examples have other sizes on each
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    annotations = choose_homes(plans[0], read, shapes, speeds(cluster, table.size))
+    annotations = choose_homes(plans[0], read, shapes, home_weights(plans[0], cluster, table.size))
     layouts = {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}
     homes = {name: home for name, home in model.named_parameters() if isinstance(home, HomeTensor) and has_piece(home)}
     return layouts | {name: get_home_layout(home) for name, home in homes.items()}

@@ -24,7 +24,7 @@ from hetu_fx.comm_ops.wire.consensus import Count, StepFacts, broadcast_from_ran
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import CommError, StateError
 from hetu_fx.graph.bind import LossCall, as_call
-from hetu_fx.plans.homes import choose_homes, speeds
+from hetu_fx.plans.homes import choose_homes, home_weights
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.batch import batch_from_call
 from hetu_fx.switching.agreement import Agreement, Watcher
@@ -321,7 +321,7 @@ class Runtime:
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         read = broadcast_from_rank0(table, lambda: self.execution.compute_annotations(plan))
         topology = table.topology
-        weights = speeds(topology if isinstance(topology, Cluster) else None, table.size)
+        weights = home_weights(plan, topology if isinstance(topology, Cluster) else None, table.size)
         able = [0.0 if rank in self.variants.drained else weight for rank, weight in enumerate(weights)]
         annotations = choose_homes(plan, read, shapes, able)
         return {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}

@@ -165,8 +165,8 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--zero",
         type=int,
-        metavar="{0,1}",
-        help="optimizer states whole on replicas, or spread (2 and 3 are set in the plan file)",
+        metavar="{0,1,2,3}",
+        help="what replicas share: nothing, optimizer states, gradients too, parameters too",
     )
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="give the best plan so far after this time, and what it may lack"

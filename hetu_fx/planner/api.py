@@ -69,10 +69,10 @@ def plan(
         name: the plan's name.
         search: how to search, one of docs/planning.md; those that answer with one plan.
         allow: names of what plans may do besides: "data_parallel", "tensor_parallel", "pipeline", "context",
-            "sequence_parallel", "recompute", "zero", "whole_states", "uneven", and "bfloat16", in which
-            stages compute where the cluster says that it is faster, and which changes numbers.
+            "sequence_parallel", "recompute", "zero", "whole_states", "whole_gradients", "zero_2", "zero_3", "uneven",
+            and "bfloat16", in which stages compute where the cluster says that it is faster, and which changes numbers.
         forbid: names, of the same, of what they must not do.
-        zero: 0 keeps optimizer states whole on each replica, 1 spreads them over the replicas; None: as is faster.
+        zero: what replicas share, 0 to 3: nothing, optimizer states, gradients too, parameters too; None: as is faster.
         seconds: give the best plan so far when the search takes longer, with a bound that no plan is below.
         optimizer: what keeps states beside the parameters: an optimizer, a name such as "sgd_momentum", or a
             `ParameterState`; left out: AdamW, with states of the parameters' type.

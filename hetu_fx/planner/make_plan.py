@@ -130,7 +130,8 @@ def _in_dtypes(problem: Problem, search: str, dtypes: Sequence[str]) -> tuple[Pl
     as fast as it is in these. What unlike kinds in one stage have in common may be slower, which the price says then.
     """
     off: dict[str, Any] = dict.fromkeys(dtypes, False)
-    options = replace(problem.options, **off)
+    forbidden = (*problem.options.forbidden, "zero_3")  # casts of all parameters would stay for backward
+    options = replace(problem.options, **off, forbidden=forbidden)
     quick = replace(problem, cluster=problem.cluster.in_dtypes(dtypes), options=options)
     return tuple(_with_dtypes(plan, problem, dtypes) for plan in make_plans(quick, search))
 
@@ -275,8 +276,8 @@ def _estimates(problem: Problem) -> Iterator[str]:
 def _simplest(found: Mapping[Plan, float], running: Plan | None) -> Plan:
     """Return the plan with the fewest stages and shards of those negligibly slower than the best.
 
-    One that recomputes nothing comes first. Of equally fast ones that is one of few micro-batches, with states spread.
-    Where a plan is running, it is the best one; that which runs if no other is better.
+    One that recomputes nothing comes first. Of equally fast ones that is one of few micro-batches, with states spread,
+    and no more. Where a plan is running, it is the best one; that which runs if no other is better.
     """
     if running is not None:
         return min(found, key=lambda plan: (found[plan], plan != running, plan.summary()))
@@ -287,7 +288,7 @@ def _simplest(found: Mapping[Plan, float], running: Plan | None) -> Plan:
         seams = len(plan.devices) - len(plan.pipelines)  # where devices work together: what may be mispredicted
         micro_batches = sum(pipeline.micro_batches for pipeline in plan.pipelines)
         first = plan.recomputes, seams, plan.sequence_parallel, found[plan]
-        return *first, micro_batches, -plan.zero, plan.summary()
+        return *first, micro_batches, not plan.zero, plan.zero, plan.summary()
 
     return min(near, key=order)
 

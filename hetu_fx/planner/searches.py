@@ -26,6 +26,7 @@ from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
 from hetu_fx.planner.search.malleus.adapter import MALLEUS
 from hetu_fx.planner.search.mending import RAGGED
 from hetu_fx.planner.search.problem import Candidates, Problem, Search, always
+from hetu_fx.planner.search.sharded import SHARDED
 from hetu_fx.planner.search.templates import device_classes
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
@@ -100,6 +101,12 @@ def _has_no_blocks_for_few(problem: Problem) -> bool:
     return not problem.costs.num_blocks and _is_up_to(_SMALL, problem) and _devices_differ(problem)
 
 
+def _may_share(problem: Problem) -> bool:
+    """Tell whether several devices may share gradients or parameters, and may need to, or have to."""
+    must = "whole_gradients" in problem.options.forbidden
+    return must or len(problem.cluster.devices) > 1
+
+
 def _lengths_differ(problem: Problem) -> bool:
     """Tell whether batches have sequences of several lengths."""
     return len([length for length, count in problem.profile.sequences.items() if count > 0]) > 1
@@ -155,6 +162,7 @@ AUTO = auto(
         SearchRule(RAGGED, partial(_is_up_to, _LARGE)),
         SearchRule(CONTIGUOUS, partial(_is_up_to, _SMALL)),
         SearchRule(MALLEUS, partial(some_straggle, or_up_to=_FEW)),
+        SearchRule(SHARDED, _may_share),
         SearchRule(HAP, _has_no_blocks_for_few),
         SearchRule(PROGRAMS, lambda problem: problem.costs.num_blocks > 0 and _may_gain_by_a_program(problem)),
     ),
@@ -162,7 +170,7 @@ AUTO = auto(
 
 SEARCHES: Mapping[str, Search] = {
     search.name: search
-    for search in (AUTO, HOMOGENEOUS, CLASSES, RAGGED, CONTIGUOUS, MALLEUS, HETEROAUTO, HYDRAULIS, HAP)
+    for search in (AUTO, HOMOGENEOUS, CLASSES, RAGGED, CONTIGUOUS, MALLEUS, HETEROAUTO, HYDRAULIS, SHARDED, HAP)
 }
 
 DEFAULT = AUTO.name

@@ -44,8 +44,10 @@ def _able_to_read(compute: Annotation | None, ranks: Sequence[int]) -> bool:
     return compute is not None and set(compute.ranks) <= set(ranks)
 
 
-def speeds(cluster: Cluster | None, world: int) -> list[float]:
-    """Return what homes are weighed by: the devices' speed, where it is known."""
+def home_weights(plan: Plan, cluster: Cluster | None, world: int) -> list[float]:
+    """Return what homes are weighed by: the plan's shares of them, or else the devices' speed, where it is known."""
+    if plan.homes:
+        return [float(share) for share in (*plan.homes, *[0] * world)[:world]]
     return [1.0 if cluster is None else cluster.device(rank).speed for rank in range(world)]
 
 

@@ -81,7 +81,8 @@ class Plan(Document):
     whatever cannot split what they split otherwise (Korthikanti et al., Reducing Activation Recomputation in Large
     Transformer Models, section 4.2.2). `attention` says how context parallel stages attend: to keys and values that are
     gathered, or that go round in a ring (Liu et al., Ring Attention with Blockwise Transformers) wherever they can;
-    "auto" is by cost.
+    "auto" is by cost. `homes` is each rank's relative share of parameters and optimizer states, where these are spread,
+    by rank (left out: as its speed); kept without common factor.
     """
 
     pipelines: tuple[Pipeline, ...]
@@ -94,6 +95,7 @@ class Plan(Document):
     sequence_parallel: bool = False
     attention: Attention = "auto"
     chunks: int = 0
+    homes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pipelines", tuple(self.pipelines))
@@ -107,6 +109,7 @@ class Plan(Document):
         if self.zero not in ZERO:
             known = ", ".join(f"{number} ({meaning})" for number, meaning in ZERO.items())
             raise PlanError(f"zero is {self.zero}\nhint: give {known}")
+        self._check_homes()
         object.__setattr__(self, "split", tuple((pattern, dim) for pattern, dim in self.split))
         if any(type(dim) is not int or dim < 0 for _, dim in self.split):
             raise PlanError(f"split is {dict(self.split)}\nhint: give a dim from 0 for each pattern of parameter names")
@@ -145,6 +148,26 @@ class Plan(Document):
                 f"the plan has chunks {self.chunks} and schedule {self.schedule!r}\n"
                 f"hint: give 2 or more chunks under 'interleaved', any number under 'zero-bubble', none under others"
             )
+
+    def _check_homes(self) -> None:
+        homes = tuple(self.homes)
+        if homes and (any(type(share) is not int or share < 0 for share in homes) or not sum(homes[: self._world])):
+            raise PlanError(f"homes are {list(homes)}\nhint: give a whole number from 0 by rank, some above 0")
+        if homes and len(homes) < self._world:
+            raise PlanError(
+                f"homes have shares of {len(homes)} ranks, but the plan uses device {self._world - 1}\n"
+                f"hint: give one for each rank, 0 to {self._world - 1}"
+            )
+        if homes and not self.zero:
+            raise PlanError(
+                "homes share states out, but the plan has zero 0, which keeps them wherever they are read\n"
+                "hint: use zero 1 to 3, or leave homes out"
+            )
+        object.__setattr__(self, "homes", divide_by_gcd(homes) if homes else ())
+
+    @property
+    def _world(self) -> int:
+        return max(self.devices) + 1
 
     def _check_program(self) -> None:
         """Refuse a program beside what it would have to agree with."""
@@ -210,10 +233,29 @@ class Plan(Document):
         """Tell whether each pipeline is one device that runs the whole model, on all of its rows at once."""
         return all(len(pipeline.devices) == 1 and pipeline.micro_batches == 1 for pipeline in self.pipelines)
 
+    def home_weights(self, speeds: Mapping[int, float]) -> Mapping[int, float]:
+        """Return what states are shared out by: the plan's own shares of homes, or else the speeds of ranks."""
+        return {rank: float(self.homes[rank]) for rank in self.devices} if self.homes else speeds
+
     @property
     def gathers_units(self) -> bool:
         """Tell whether parameters are gathered unit by unit: zero 3, where each pipeline is one pass of one stage."""
         return self.zero == 3 and all(len(p.stages) == 1 and p.micro_batches == 1 for p in self.pipelines)
+
+    @property
+    def lets_gradients_go(self) -> bool:
+        """Tell whether gradients that are on their way are waited for while others come, from zero 2 on.
+
+        Not where devices of a pipeline wait for each other in backward: some would wait for others that wait for them.
+        """
+        return self.zero >= 2 and all(len(pipeline.devices) == 1 for pipeline in self.pipelines)
+
+    @property
+    def zero_in_effect(self) -> int:
+        """Return the `zero` of which a step has all memory that it saves: less than 2 and 3 where these keep more."""
+        if self.gathers_units:
+            return 3
+        return 2 if self.lets_gradients_go and self.is_data_parallel else min(self.zero, 1)
 
     @property
     def has_program(self) -> bool:
@@ -273,6 +315,7 @@ class Plan(Document):
         shared = ", sequence parallel" if self.sequence_parallel else ""
         shared += "" if self.attention == "auto" else f", {self.attention} attention"
         kept = " (parameters for the whole step)" if self.zero == 3 and not self.gathers_units else ""
+        kept += f", homes {':'.join(map(str, self.homes))}" if self.homes else ""
         head = f"plan{self._called}: schedule {self.schedule_text}, zero {self.zero}{kept}"
         return f"{head}, sequence length {length}{shared}"
 
@@ -378,7 +421,7 @@ def _written_out(pipeline: Pipeline, num_blocks: int) -> Pipeline:
 Plan.form = record(
     Plan,
     PlanError,
-    order="name pipelines schedule chunks zero max_length split sequence_parallel attention predicted",
+    order="name pipelines schedule chunks zero homes max_length split sequence_parallel attention predicted",
     format=FORMAT,
     later=LATER,
     pipelines=Key(PIPELINES),

@@ -24,7 +24,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import StepFacts, all_gather_object, broadcast_from_rank0, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError, StateError
-from hetu_fx.plans.homes import choose_homes, speeds
+from hetu_fx.plans.homes import choose_homes, home_weights
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.migrate.move_plan import SwitchPlan
@@ -74,12 +74,11 @@ class Rehoming:
 
     @property
     def weights(self) -> list[float]:
-        """Return what each rank is to have of the homes, unless somebody says otherwise: as its speed is now."""
+        """Return what each rank is to have of the homes, if nobody says otherwise: by the plan, or by speed now."""
         cluster, world = self.adaptation.cluster, self.runtime.table.size
         now = None if cluster is None else cluster.with_rates(self.runtime.variants.health.rates)
-        return [
-            0.0 if rank in self.runtime.variants.drained else speed for rank, speed in enumerate(speeds(now, world))
-        ]
+        plan, drained = self.runtime.variants[self.runtime.current].plan, self.runtime.variants.drained
+        return [0.0 if rank in drained else one for rank, one in enumerate(home_weights(plan, now, world))]
 
     def drain(self, ranks: Sequence[int], optimizer: Optimizers | None = None) -> SwitchPlan:
         """Take devices out of all work and of all homes; see `Handle.drain`."""
@@ -244,7 +243,7 @@ def move_homes_near(
     table, topology = runtime.table, runtime.table.topology
     raise_on_all_ranks(table, lambda: _leave_out(TrainingState(runtime.homes, optimizers), lost, table))
     shapes = {name: tuple(home.shape) for name, home in runtime.homes.items()}
-    known = speeds(topology if isinstance(topology, Cluster) else None, table.size)
+    known = home_weights(plan, topology if isinstance(topology, Cluster) else None, table.size)
     weights = [0.0 if rank in lost else speed for rank, speed in enumerate(known)]
     near = broadcast_from_rank0(
         table, lambda: choose_homes(plan, runtime.execution.compute_annotations(plan), shapes, weights)

@@ -33,7 +33,8 @@ def compute_layout(plan: Plan) -> Plan:
     pipelines = tuple(Pipeline(p.stages, micro_batches=2 if several else 1) for p in plan.pipelines)
     schedule = plan.schedule if cuts_backwards(plan.schedule) or plan.chunks > 1 else "1f1b"
     zero = 3 if plan.gathers_units else 1  # whose graphs gather parameters
-    return replace(plan, pipelines=pipelines, schedule=schedule, zero=zero, name=None, max_length=None, predicted=None)
+    others: dict[str, Any] = {"name": None, "max_length": None, "predicted": None, "homes": ()}
+    return replace(plan, pipelines=pipelines, schedule=schedule, zero=zero, **others)
 
 
 class Compute:

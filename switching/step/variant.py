@@ -194,14 +194,6 @@ class Variant:
         """Take over what the planner expects of the plan at other rates of the devices."""
         self._go_by(replace(self.plan, predicted=predicted), dict(planned_rates))
 
-    @property
-    def lets_gradients_go(self) -> bool:
-        """Tell whether gradients that are on their way are waited for while others come, from zero 2 on.
-
-        Not where devices of a pipeline wait for each other in backward: some would wait for others that wait for them.
-        """
-        return self.plan.zero >= 2 and all(len(pipeline.devices) == 1 for pipeline in self.plan.pipelines)
-
     def flush(self) -> None:
         """Bring gradients that were kept back home into `.grad`; collective if there are any."""
         self.kept_back.flush(self.homes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Sharding, Split
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.plans.homes import choose_homes, largest_remainder, make_home_layouts, speeds
+from hetu_fx.plans.homes import choose_homes, home_weights, largest_remainder, make_home_layouts
 from hetu_fx.plans.plan import Plan
 
 REPLICAS = Annotation.on((0, 1, 2), Duplicate(3))
@@ -138,5 +139,15 @@ def test_shares_follow_the_weights_where_homes_are_elsewhere() -> None:
 
 
 def test_homes_are_weighed_by_speed_where_it_is_known() -> None:
-    assert speeds(None, 2) == [1.0, 1.0]
-    assert speeds(Cluster.on_paper((2e9, 6e9)), 2) == [2e9, 6e9]
+    plan = Plan.data_parallel(2)
+    assert home_weights(plan, None, 2) == [1.0, 1.0]
+    assert home_weights(plan, Cluster.on_paper((2e9, 6e9)), 2) == [2e9, 6e9]
+
+
+def test_a_plan_that_says_shares_of_homes_has_them_whatever_the_speeds_are() -> None:
+    plan = replace(Plan.data_parallel(2, (1, 3)), homes=(3, 1))
+    weights = home_weights(plan, Cluster.on_paper((2e9, 6e9, 1e9)), 3)
+    assert weights == [3.0, 1.0, 0.0]
+    read = {"w": Annotation.replicated((0, 1))}
+    home = choose_homes(plan, read, {"w": (4, 512)}, weights)["w"]
+    assert [home.region(rank, (4, 512)).local_shape for rank in home.ranks] == [(3, 512), (1, 512)]

@@ -185,7 +185,7 @@ def test_only_blocks_that_a_stage_gets_are_recomputed() -> None:
     ("changes", "message"),
     [
         ({"pipeline": []}, r"plan: unknown key 'pipeline' \(did you mean 'pipelines'\?\)"),
-        ({"zzz": 1}, r"unknown key 'zzz' \(known: attention, chunks, format, max_length, name, "),
+        ({"zzz": 1}, r"unknown key 'zzz' \(known: attention, chunks, format, homes, max_length, name, "),
         (
             {"format": "hetu_fx.plan/2"},
             r"format is 'hetu_fx.plan/2', but this version reads 'hetu_fx.plan/1'",

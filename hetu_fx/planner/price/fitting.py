@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.placement import PlacedDevice, by_rank, peak_terms, placed_devices
+from hetu_fx.planner.price.placement import PlacedDevice, by_rank, homes_by_memory, peak_terms, placed_devices
 from hetu_fx.planner.price.stage_seconds import device_lines, forward_lines
 from hetu_fx.planner.price.step import PricedStep
 from hetu_fx.planner.values.options import PlanOptions
@@ -47,13 +47,35 @@ def least_blocks(count: int, fits: Callable[[int], bool], known: int = 0) -> int
 def fit_recompute(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> PricedStep | None:
     """Return a plan with the recompute that fits memory in least time, priced; None where nothing fits.
 
-    Without `options.recompute` the plan is returned as it is, if it fits. Its blocks must be written out.
+    Homes are shared out by memory where that fits with less of it, or at all. Without `options.recompute` the plan is
+    returned as it is, if it fits. Its blocks must be written out.
     """
+    fraction = options.memory_fraction
     bare = PricedStep(_recomputing(plan, {}) if options.recompute else plan, costs, cluster)
-    if bare.fits(options.memory_fraction):
+    if bare.fits(fraction):
         return bare
-    stages = _least_recompute(bare, costs, cluster, options.memory_fraction) if options.recompute else None
-    return None if stages is None else PricedStep(_recomputing(bare.plan, stages), costs, cluster)
+    known = [bare, *_homed(bare.plan, costs, cluster, fraction)]
+    fitting = next((one for one in known[1:] if one.fits(fraction)), None)
+    if fitting is not None or not options.recompute:
+        return fitting
+    most = _recomputing(bare.plan, {(i, j): stage.recomputing(stage.blocks or 0) for i, j, stage in plan.stages})
+    known += _homed(_recomputing(bare.plan, {}), costs, cluster, fraction, most)
+    for one in known:
+        stages = _least_recompute(one, costs, cluster, fraction)
+        if stages is not None:
+            return PricedStep(_recomputing(one.plan, stages), costs, cluster)
+    return None
+
+
+def _homed(
+    plan: Plan, costs: ProgramCosts, cluster: Cluster, fraction: float, most: Plan | None = None
+) -> list[PricedStep]:
+    """Return a plan with homes by memory, by what devices hold under `most`; none where that is settled."""
+    if plan.homes or not plan.zero or len(plan.devices) == 1:
+        return []
+    limits = {rank: int(cluster.device(rank).memory_bytes * fraction) for rank in plan.devices}
+    homes = homes_by_memory(most or plan, costs, limits).homes
+    return [PricedStep(replace(plan, homes=homes), costs, cluster)] if homes else []
 
 
 def _least_recompute(

@@ -10,7 +10,8 @@ those of `device_memory`; those amid micro-batches are found by going through th
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -35,13 +36,17 @@ from hetu_fx.plans.plan import Plan, Schedule, Stage, pipeline_rows
 from hetu_fx.plans.recomputed import RecomputedOps
 from hetu_fx.plans.schedule import Order, Phase, stage_orders
 
+HOME_SHARES = 1000
+"""Into how many parts homes are shared out by memory, so that plans are exact."""
+
 
 @dataclass(frozen=True, slots=True)
 class Homes:
     """Where the states of what a device reads are kept.
 
     Attributes:
-        zero: 1 keeps every element of the states once, 0 wherever it is read.
+        zero: 0 keeps the states wherever they are read, 1 every element of them once; under 2 gradients go home as they
+            come, and under 3 parameters are gathered unit by unit, too (`Plan.zero_in_effect`).
         num_copies: how many devices read the same part of what a stage splits, near enough where pipelines differ.
         split: the device's share of the states of its shards of split parameters.
         whole: its share of the states of those that the whole group reads.
@@ -106,15 +111,23 @@ class BlockRange:
         repeated = self.costs.stage(self.start, self.stop).repeated_parameter_bytes * (self.costs.repeated_parts - 1)
         copied = self.parameter_bytes if homes.num_copies > 1 else common * (self.group > 1) + tied
         owned = split * homes.split + (common + repeated) * homes.whole + sum(one.bytes for one in shared) * homes.tied
-        return HeldShard(
+        lets_go, units = homes.zero >= 2, self.costs.unit_bytes(self.share) if homes.zero == 3 else ()
+        buffers = sum(max(units[first::2], default=0.0) for first in (0, 1))  # neighbours are there together
+        copies = min(copied, buffers) if units else copied
+        shard = HeldShard(
             parameters=self.parameter_bytes,
             owned=owned if homes.zero else self.parameter_bytes,
-            copied=copied if homes.zero else 0.0,
+            copied=copies if homes.zero else 0.0,
             synced=copied if homes.zero or homes.num_copies > 1 else tied,
             footprint=self.costs.footprint(self.start, self.stop, self.share),
             handed=self.costs.boundary(self.start) + self.costs.boundary(self.stop),
             state=self.costs.state,
+            lets_go=lets_go,
+            unit=max(units, default=0.0),
         )
+        if not lets_go:
+            return shard
+        return replace(shard, footprint=self.costs.footprint(self.start, self.stop, self.share, shard.going))
 
     @once_per_object(_place)
     def most_rows(self, limit: int, num_in_flight: int, micro_batches: int, zero: int, num_replicas: int) -> int:
@@ -180,6 +193,36 @@ def peak_terms(places: Sequence[PlacedDevice], schedule: Schedule) -> Terms:
     return peak(chunk_instants(shards, order, first.micro_batches), first.rows)
 
 
+def homes_by_memory(plan: Plan, costs: ProgramCosts, limits: Mapping[int, int]) -> Plan:
+    """Return a plan with shares of homes in proportion to what each device has room for besides all else it holds.
+
+    `limits` are bytes by rank. So no device owns more than fits, if all of them can own all together; where none has
+    room the plan is returned as it is. Rows stay as they are.
+    """
+    equal = dict.fromkeys(plan.devices, 1.0)
+    places = by_rank(placed_devices(replace(plan, homes=()), costs, equal))
+    rooms = {rank: _room(found, plan.schedule, limits[rank]) for rank, found in places.items()}
+    most = max(rooms.values())
+    if not plan.zero or not most or not (min(rooms.values()) or plan.is_data_parallel):  # where others own the rest
+        return plan
+    found = (rooms.get(rank, 0.0) for rank in range(max(plan.devices) + 1))
+    return replace(plan, homes=tuple(math.ceil(HOME_SHARES * room / most) for room in found))
+
+
+def _room(places: Sequence[PlacedDevice], schedule: Schedule, limit: int) -> float:
+    """Return the bytes of the most parameters that a device can own of those that it reads."""
+
+    def owning(parts: int) -> list[PlacedDevice]:
+        own = parts / HOME_SHARES
+        return [replace(one, homes=replace(one.homes, split=own, whole=own, tied=own)) for one in places]
+
+    def exceeds(parts: int) -> bool:
+        return sum(count for _, count in peak_terms(owning(parts), schedule)) > limit
+
+    most = bisect_left(range(HOME_SHARES + 1), True, key=exceeds) - 1
+    return sum(one.piece.shard(one.homes).owned for one in owning(most)) if most > 0 else 0.0
+
+
 def device_shards(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, HeldShard]:
     """Return what every device of a plan is given to hold; states are spread by `speeds`."""
     places = by_rank(placed_devices(plan, costs, speeds))
@@ -191,10 +234,10 @@ def placed_devices(
 ) -> Iterator[PlacedDevice]:
     """Yield every device of a plan, or of these pipelines, with what it is given to hold.
 
-    States are spread by `speeds`.
+    States are spread by the plan's shares of homes, or else by `speeds`.
     """
     asked, dealt = costs.under(plan), plan.parts(costs.num_blocks)
-    rows = pipeline_rows(costs.rows, plan)
+    rows, speeds = pipeline_rows(costs.rows, plan), plan.home_weights(speeds)
     readers, tied_speed = _readers(dealt, speeds), _tied_speed(dealt, asked, speeds)
     chosen = (pair for pair in enumerate(dealt) if pipelines is None or pair[0] in pipelines)
     parts = ((i, pipeline.deal, *part) for i, pipeline in chosen for part in enumerate(_with_ranges(pipeline)))
@@ -208,7 +251,7 @@ def placed_devices(
             share, own = stage.shares[position][1], speeds[rank]
             split = min(1.0, own / (holders.columns[position % group] if holders.columns else holders.speed * share))
             homes = Homes(
-                zero=plan.zero,
+                zero=plan.zero_in_effect,
                 num_copies=len(plan.pipelines) * stage.context,
                 split=split,
                 # In a grid nearly all weights are split: all count as if they were.

@@ -4,6 +4,8 @@ A step gathers parameters (`price.ways`), has the sums over rows in its middle, 
 slowest pipeline (`price.pipeline`), sums gradients (`price.ways`), and updates. Each takes what its slowest device
 takes.  (5)
 
+Under zero 3 parameters are gathered twice, unit by unit, and nothing before the step.
+
 Nothing is overlapped but what devices do beside each other, and sums beside products (`price.beside`): what
 `planner.simulate` plays may hide some of it. Searches compare plans by what the step takes if gradients, and what
 stages hand over, travel beside work on links of their own.
@@ -27,12 +29,13 @@ from hetu_fx.planner.price.placement import device_bytes
 from hetu_fx.planner.price.schedule_seconds import Finish, finish
 from hetu_fx.planner.price.stage_seconds import FORWARD_AND_BACKWARD, OP_SECONDS, WEIGHT_MOVES, StageCosts, stage_costs
 from hetu_fx.planner.price.step_end import OPTIMIZER_MOVES, optimizer_seconds
-from hetu_fx.planner.price.ways import Bucket, DirectionCosts, Stops, Ways
+from hetu_fx.planner.price.ways import Bucket, DirectionCosts, Stops, Ways, seconds_beside_units
 from hetu_fx.planner.values.device_memory import Terms
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.parts import PartedPipeline
 from hetu_fx.plans.plan import Plan, micro_batch_rows, pipeline_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
+from hetu_fx.plans.schedule import PHASES
 
 TERMS = ("host", "compute", "tensor_parallel", "hand_over", "idle", "gradient_sync", "gather", "optimizer")
 
@@ -121,10 +124,19 @@ class PricedStep:
     @property
     def overlapped_seconds(self) -> float:
         """Return what the step takes if what is sent travels beside work: what searches compare by."""
+        if self.plan.gathers_units:
+            return self._seconds_by_units()
         ways, found = self._ways(), self._overlapped()
         done = max(self._handed_seconds(), *(finished.seconds for _, finished in found))
         home = ways.arrival_home(_readiness(found, ways.kinds))
         return ways.ends("gather").overlapped_seconds + self._row_sums + max(done, home) + self._update
+
+    def _seconds_by_units(self) -> float:
+        """Return what the step takes where each unit is gathered while the one before it is computed (zero 3)."""
+        runs = [(rows, stage) for _, rows, (stage,) in self.unlike.values() if rows]
+        forward, backward = (max(one.seconds_of(phase, rows) for rows, one in runs) for phase in PHASES["1f1b"])
+        done = max(self._finish(run).seconds for run in self.unlike.values())
+        return done + seconds_beside_units(self._ways().units(), forward, backward) + self._row_sums + self._update
 
     @property
     def _row_sums(self) -> float:

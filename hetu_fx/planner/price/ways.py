@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal
+from typing import Literal, get_args
 
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
@@ -26,7 +26,7 @@ from hetu_fx.planner.price.link_load import Resource, Traffic, resource_loads, t
 from hetu_fx.planner.price.placement import tied_holders
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.values.line import Line
-from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.planner.values.program import PARTS, ProgramCosts
 from hetu_fx.plans.parts import PartedPipeline
 from hetu_fx.plans.plan import Plan, Stage
 
@@ -34,6 +34,8 @@ Ring = tuple[int, ...]
 
 Direction = Literal["gather", "gradients"]
 """From home, or home."""
+
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 Holders = tuple[int, ...]
 """For every pipeline the number of its part that holds a block."""
@@ -227,6 +229,27 @@ class DirectionCosts:
         return max(self.seconds / self.at_once, self.link_seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class UnitCosts:
+    """A unit that is gathered by itself: its share of the work, and the seconds of its gather and of its gradients."""
+
+    work: float
+    gather: float
+    gradients: float
+
+
+def seconds_beside_units(units: Sequence[UnitCosts], forward: float, backward: float) -> float:
+    """Return what gathers of units, and gradients of them, add to a step's forward and backward (zero 3).
+
+    While a unit is computed the next one is gathered; in backward gradients of the one before travel too, on the same
+    links. So it is the first gather, the last gradients, and all that a unit's work does not hide.
+    """
+    ahead = (max(0.0, following.gather - one.work * forward) for one, following in itertools.pairwise(units))
+    gathers, gradients = [0.0, *(one.gather for one in units)], [*(one.gradients for one in units[1:]), 0.0]
+    back = (max(0.0, g + r - one.work * backward) for one, g, r in zip(units, gathers, gradients, strict=False))
+    return units[0].gather + sum(ahead) + sum(back) + units[0].gradients
+
+
 class Ways:
     """All ways of a plan; `kinds` is where the parts of unlike pipelines begin, in the order of a bucket's holders."""
 
@@ -256,7 +279,18 @@ class Ways:
                 spent[rank] += seconds
         link_seconds = max(busy.values(), default=0.0)
         at_once, waits = min(BUCKETS_AT_ONCE, len(self._buckets)), self._with_waits(spent, busy, direction)
-        return DirectionCosts(max([*done, link_seconds]), waits, link_seconds, at_once)
+        times = 2 if direction == "gather" and self._plan.gathers_units else 1  # again for the backward
+        waits = {rank: times * seconds for rank, seconds in waits.items()}
+        return DirectionCosts(times * max([*done, link_seconds]), waits, times * link_seconds, at_once)
+
+    def units(self) -> list[UnitCosts]:
+        """Return the units that a plan gathers one by one: the blocks, of which the ends have what stands there."""
+        way, count = self._ways[self._buckets[0].holders], self._costs.num_blocks
+        cuts, share = ([(k, k + 1) for k in range(count)], 1.0) if count else ([(0, 0)] * PARTS, 1 / PARTS)
+        work = [self._costs.between(*cut).flops for cut in cuts]
+        total = sum(work) or 1.0
+        lines = [[way.seconds(direction, *cut) * way.is_needed * share for cut in cuts] for direction in DIRECTIONS]
+        return [UnitCosts(flops / total, *ends) for flops, *ends in zip(work, *lines, strict=True)]
 
     def arrival_home(self, ready: Callable[[Bucket], float]) -> float:
         """Return when all gradients are home, each bucket of which is ready at some time; 0 where none travel.

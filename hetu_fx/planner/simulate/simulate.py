@@ -19,7 +19,7 @@ from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.link_load import Resource
 from hetu_fx.planner.price.placement import device_shards
-from hetu_fx.planner.price.step import predict, row_sum_seconds
+from hetu_fx.planner.price.step import PricedStep, predict, row_sum_seconds
 from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.price.ways import Bucket, Direction, Holders, HomeWay, buckets, tied_ways
 from hetu_fx.planner.simulate.fold import Fold
@@ -50,8 +50,13 @@ def simulate(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Simulation:
 def simulated_seconds(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> float:
     """Return how long one step would take, with pipelines that are alike simulated as one.
 
+    One whose parameters are gathered unit by unit is not simulated: all go through the units together, which the closed
+    form has.
+
     Raises `PlanError` for a plan that does not fit the program.
     """
+    if plan.gathers_units:
+        return PricedStep(plan, costs, cluster).overlapped_seconds
     fold = Fold.of(plan, pipeline_rows(costs.rows, plan), cluster)
     return _StepJobs(plan, costs, cluster, fold).seconds()
 
@@ -97,6 +102,11 @@ class _StepJobs:
             raise PlanError(
                 "the plan has a program, which is simulated op by op, for which the model is needed, not its costs or "
                 "its profile alone\nhint: use hetu_fx.simulate(model, batch, plan, cluster), without another schedule"
+            )
+        if plan.gathers_units:
+            raise PlanError(
+                "the plan has zero 3: all devices go through its units of parameters together, which is priced and not "
+                "simulated\nhint: ask hetu_fx.plan or hetu-fx plan what it takes, or simulate it under zero 2"
             )
         self.plan, self.cluster, self.fold = plan, cluster, fold
         self.costs = costs.under(plan)

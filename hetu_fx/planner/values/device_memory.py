@@ -17,10 +17,12 @@ Passing, with m micro-batches of x rows, f of them in flight, K kept by one (`va
     update            gradients H, and three values for each element of the largest parameter              (7)
 
 (7) is for Adam that goes from parameter to parameter, as torch's does on a CPU; one that works on all at once takes up
-to H more. 1F1B keeps f = min(m, p - s) micro-batches of m on stage s of p, GPipe all m, zero bubble
-min(m, p), of which those whose weights' gradients wait count as others do: they keep less (inputs of products, and
-gradients of results). What is sent to other stages
-is held until something comes back: that of f + 1 micro-batches. What a stage in chunks keeps says `chunk_memory`.
+to H more. Where gradients go as they come (zero 2, 3), of those that have been made there are in (4) and (6) what
+stays at home and a few messages. Where parameters are gathered unit by unit (zero 3), C is the buffers in which units
+take turns, those of two that follow each other, which (2) adds nothing to. 1F1B keeps f = min(m, p - s) micro-batches
+of m on stage s of p, GPipe all m, zero bubble min(m, p), of which those whose weights' gradients wait count as others
+do: they keep less (inputs of products, and gradients of results). What is sent to other stages is held until something
+comes back: that of f + 1 micro-batches. What a stage in chunks keeps says `chunk_memory`.
 """
 
 from __future__ import annotations
@@ -73,6 +75,34 @@ def fixed_terms(parameters: T, zero: int, num_replicas: int, state: ParameterSta
 
 
 @dataclass(frozen=True, slots=True)
+class GoingGradients:
+    """What gradients hold that go home as they come, a few buckets of them at once.
+
+    Attributes:
+        kept: the share of them that is at home on the device.
+        arriving: the bytes that arrive from others for each byte that is sent.
+        bucket: bytes of a bucket.
+        largest: bytes of the largest one.
+    """
+
+    kept: float
+    arriving: float
+    bucket: float
+    largest: float
+
+    def _under_way(self, made: float) -> float:
+        return min(made, self.largest + (BUCKETS_AT_ONCE - 1) * self.bucket)
+
+    def messages(self, made: float) -> float:
+        """Return what gradients of so many bytes hold beside what stays at home, while the last buckets arrive."""
+        return (1 - self.kept) * self._under_way(made) + (self.kept + self.arriving) * min(made, self.largest)
+
+    def __call__(self, made: float) -> float:
+        """Return what gradients of so many bytes hold before the last few of them have arrived."""
+        return self.kept * made + (1 - self.kept) * self._under_way(made)
+
+
+@dataclass(frozen=True, slots=True)
 class HeldShard:
     """What a device of a stage holds for any number of rows and micro-batches.
 
@@ -84,6 +114,9 @@ class HeldShard:
         footprint: of its stage's parts.
         handed: bytes per row that it sends to neighbours, activations and gradients of them.
         state: what stands beside parameters.
+        lets_go: whether gradients go home as they come.
+        unit: bytes of the largest unit of parameters, where these are gathered unit by unit: C is the bytes of the
+            buffers then. 0: they are there for the whole step.
     """
 
     parameters: float
@@ -93,6 +126,8 @@ class HeldShard:
     footprint: StageFootprint
     handed: float = 0.0
     state: ParameterState = UNSAID
+    lets_go: bool = False
+    unit: float = 0.0
 
     @property
     def optimizer(self) -> float:
@@ -115,10 +150,28 @@ class HeldShard:
         return self.state.gradient_share * self.owned
 
     @property
+    def left_gradients(self) -> float:
+        """Return the bytes of gradients that are there when the last backward is over."""
+        return self.owned_gradients if self.lets_go else self.gradients
+
+    @property
     def messages(self) -> float:
         """Return the bytes of messages that bring its gradients home, and of what arrives from others."""
-        arriving = max(0.0, self.synced - self.owned) if self.copied else 0.0
-        return self.state.gradient_share * (self.synced + arriving)
+        whole = self.state.gradient_share * self.synced
+        return self.going.messages(whole) if self.lets_go else (1 + self._arriving) * whole
+
+    @property
+    def _arriving(self) -> float:
+        """Return the bytes of gradients that arrive from others for each byte that is sent."""
+        return max(0.0, self.synced - self.owned) / self.synced if self.copied and self.synced else 0.0
+
+    @property
+    def going(self) -> GoingGradients:
+        """Return what gradients hold that go as they come."""
+        most, largest = self.unit or self.gradients, self.state.gradient_share * self.footprint.largest
+        bucket = min(most, BUCKET_BYTES)
+        kept = self.owned / self.parameters if self.parameters else 0.0
+        return GoingGradients(kept, self._arriving, bucket, min(most, max(bucket, largest)))
 
     @property
     def update_bytes(self) -> float:
@@ -163,9 +216,10 @@ def instants(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterat
 
 def at_ends(shard: HeldShard, sent: float) -> Iterator[Instant]:
     """Yield (2), (6) and (7), before micro-batches and after them; `sent` is bytes per row of messages."""
+    copied = 0.0 if shard.unit else shard.copied
     travelling = min(shard.copied, BUCKETS_AT_ONCE * BUCKET_BYTES)
-    synced = {"gradients": shard.gradients, "messages": shard.messages}
-    yield Instant("gather", shard, {"copies": shard.copied, "messages": travelling})
+    synced = {"gradients": shard.left_gradients, "messages": shard.messages}
+    yield Instant("gather", shard, {"copies": copied, "messages": travelling})
     yield Instant("synchronisation", shard, synced, messages=sent)
     yield Instant("update", shard, {"gradients": shard.owned_gradients, "update": shard.update_bytes})
 

@@ -259,6 +259,7 @@ class StageFootprint:
         share: float,
         before: Line = ZERO,
         waiting: Sequence[float] = (),
+        going: Callable[[float], float] | None = None,
     ) -> StageFootprint:
         """Return the footprint of consecutive parts on a device with `share` of what is split.
 
@@ -268,6 +269,7 @@ class StageFootprint:
             share: of what is split.
             before: what the stage keeps of a micro-batch besides: what it has received, and tables of its own.
             waiting: bytes of gradients made by later parts that wait to be added, of each part; none if left out.
+            going: what so many bytes of gradients, made by later parts, hold besides where they go as they come.
         """
         if len(gradients) != len(parts):
             raise PlanError(
@@ -286,7 +288,7 @@ class StageFootprint:
                 if not is_inside:
                     ahead, back, again = (before + line for line in most)
                     forward.append(ahead)
-                    backward.append(back + Line(left))
+                    backward.append(back + Line(waits[number] + going(left - waits[number]) if going else left))
                     later.append(again + Line(waits[number]))
                 before = before + kept
         largest = max((part.largest.at(0, share) for part in parts), default=0.0)

@@ -13,7 +13,7 @@ from hetu_fx.base.checks import check_positive
 from hetu_fx.base.documents import nearest
 from hetu_fx.base.low_dtypes import STAGE_DTYPES
 from hetu_fx.errors import PlanError
-from hetu_fx.plans.plan import Plan, Schedule
+from hetu_fx.plans.plan import ZERO, Plan, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,9 @@ FEATURES: Mapping[str, Feature] = {
         "optimizer states whole on each replica",
         lambda plan: plan.zero == 0 and (len(plan.pipelines) > 1 or plan.has_program),
     ),
+    "whole_gradients": Feature("gradients whole on each replica until all are there", lambda plan: plan.zero == 1),
+    "zero_2": Feature("gradients reduced as they come", lambda plan: plan.zero == 2),
+    "zero_3": Feature("parameters gathered unit by unit", lambda plan: plan.zero == 3),
     **{
         dtype: Feature(f"stages that compute in {dtype}, where that is faster", partial(_computes_in, dtype), dtype)
         for dtype in STAGE_DTYPES
@@ -85,6 +88,9 @@ FEATURES: Mapping[str, Feature] = {
 }
 """What users may allow and forbid, by name."""
 
+_OF_ZERO = ("whole_states", "whole_gradients", "zero_2", "zero_3")
+"""Which of these plans of each `zero` have."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -92,7 +98,7 @@ class Choice:
 
     Attributes:
         allow, forbid: names of `FEATURES` to switch on and off; the others stay as the options have them.
-        zero: 0 or 1, as a plan must have it; None: as is faster.
+        zero: 0 to 3, as a plan must have it; None: as is faster.
         seconds: after which a search gives the best plan so far; None: it goes to its end.
     """
 
@@ -120,6 +126,9 @@ class Choice:
         both = sorted(set(self.allow) & set(self.forbid))
         if both:
             raise PlanError(f"{', '.join(both)} is both allowed and forbidden\nhint: name it once")
+        if self.zero is not None and self.zero not in ZERO:
+            known = ", ".join(f"{number} ({meaning})" for number, meaning in ZERO.items())
+            raise PlanError(f"zero is {self.zero}\nhint: give {known}")
         if self.zero and "zero" in self.forbid:
             raise PlanError(f"zero is {self.zero}, but zero is forbidden\nhint: give one of them")
         if self.zero == 0 and "zero" in self.allow:
@@ -187,8 +196,8 @@ class PlanOptions:
             raise PlanError(f"memory_fraction is {self.memory_fraction}\nhint: give a number above 0, up to 1")
         if self.zero not in (0, 1):
             raise PlanError(
-                f"zero is {self.zero}, but the planner chooses between 0 (states whole on each replica) and 1 (spread "
-                f"over them)\nhint: set 2 or 3 in the plan that it makes: 'zero' in its file, or dataclasses.replace"
+                f"options have zero {self.zero}\nhint: give 0 or 1, and forbid what plans must not have of "
+                f"{', '.join(_OF_ZERO)}"
             )
         if self.schedule == "interleaved":
             raise PlanError(
@@ -203,9 +212,9 @@ class PlanOptions:
         wanted = dict.fromkeys(choice.allow, True) | dict.fromkeys(choice.forbid, False)
         switched = {option: own for name, own in wanted.items() if (option := FEATURES[name].option)}
         values: dict[str, Any] = {option: int(own) if option == "zero" else own for option, own in switched.items()}
-        spread = ("whole_states",) if choice.zero == 1 else ()
+        spread = (name for zero, name in enumerate(_OF_ZERO) if choice.zero and zero != choice.zero)
         unswitched = {name for name in (*self.forbidden, *choice.forbid, *spread) if not FEATURES[name].option}
-        zero = values.pop("zero", self.zero) if choice.zero is None else choice.zero
+        zero = values.pop("zero", self.zero) if choice.zero is None else min(choice.zero, 1)
         return replace(
             self,
             **values | {"zero": zero},

@@ -303,8 +303,13 @@ class ProgramCosts:
         return self.boundary_bytes[block - 1] if 0 < block < self.num_blocks else 0.0
 
     @once
-    def footprint(self, start: int, stop: int, share: float) -> StageFootprint:
-        """Return what the blocks [start, stop), with what stands before and after them all, hold of micro-batches."""
+    def footprint(
+        self, start: int, stop: int, share: float, going: Callable[[float], float] | None = None
+    ) -> StageFootprint:
+        """Return what the blocks [start, stop), with what stands before and after them all, hold of micro-batches.
+
+        `going` is what gradients hold that go as they come, of so many bytes.
+        """
         first, last = self.numbers(start, stop)
         memory = self._held
         before = memory.everywhere.line(share) + Line(slope=self.boundary(start))
@@ -312,7 +317,13 @@ class ProgramCosts:
         size = self.state.gradient_share
         gradients = [size * count for count in gradient_bytes(counted, self.tied, first, share)]
         waiting = [size * count for count in pending_gradient_bytes(self.tied, first, last - first, share)]
-        return StageFootprint.of(memory.parts[first:last], gradients, share, before, waiting)
+        return StageFootprint.of(memory.parts[first:last], gradients, share, before, waiting, going)
+
+    def unit_bytes(self, share: float) -> tuple[float, ...]:
+        """Return the bytes of what is gathered at once unit by unit: each part's, or eighths of what has no blocks."""
+        if not self.blocks:
+            return (self.whole.parameter_bytes_at(share) / PARTS,) * PARTS
+        return tuple(part.parameter_bytes_at(share) for part in self.parts)
 
     @cached_property
     def _held(self) -> ProgramMemory:
@@ -334,6 +345,9 @@ def _assumed(parts: tuple[PartCosts, ...]) -> ProgramMemory:
     known = {amount: PartMemory(amount, amount) for amount in dict.fromkeys(kept)}
     return ProgramMemory(tuple([known[amount] for amount in kept]))
 
+
+PARTS = 8
+"""Into how many units a program without blocks is cut, about."""
 
 ENOUGH = 3
 """So many lengths determine a polynomial of second degree."""

@@ -55,6 +55,22 @@ def test_gathers_hold_no_more_messages_than_travel_at_once() -> None:
     assert total(shard, 0)["gather"] == 2 * size + 3 * BUCKET_BYTES
 
 
+def test_gradients_that_go_as_they_come_leave_what_stays_at_home_and_a_few_buckets() -> None:
+    size = 10 * BUCKET_BYTES
+    shard = HeldShard(parameters=size, owned=size // 4, copied=size, synced=size, footprint=PRINT, lets_go=True)
+    lasting = size // 4 * 3 + size
+    # three packed buckets, and the oldest one's own quarter with those of the other three quarters that arrive
+    assert total(shard, 0)["synchronisation"] == lasting + 7 * BUCKET_BYTES // 4 + 3 * BUCKET_BYTES + BUCKET_BYTES
+    assert shard.going(size) == 7 * BUCKET_BYTES / 4 + 3 * BUCKET_BYTES
+
+
+def test_units_that_are_gathered_one_by_one_are_in_memory_before_they_are() -> None:
+    shard = HeldShard(parameters=100, owned=25, copied=20, synced=100, footprint=PRINT, lets_go=True, unit=10)
+    found = total(shard, 0)
+    assert found["gather"] == 25 + 50 + 20 + 20
+    assert found["update"] == 25 + 50 + 20 + 25 + 3 * 2
+
+
 def test_micro_batches_in_flight_add_up() -> None:
     few, many = total(ALONE, 1, num_in_flight=2, micro_batches=4), total(ALONE, 1, num_in_flight=4, micro_batches=4)
     assert few["forward"] == 300 + 10 + 12 + 100  # a backward has been before

@@ -21,10 +21,10 @@ def run_step(batch: StepBatch, variant: GraphVariant, inputs: StepInputs) -> Los
         step = GraphStep(variant, batch, inputs)  # finds, or makes, this rank's graphs
         micro_batches = step.cut_micro_batches()  # brings rows to the pipelines that run them
         parameters = step.gather_parameters()  # from their homes, whole or unit by unit
-        values = step.run_graphs(micro_batches, parameters)
+        made = step.run_graphs(micro_batches, parameters)
         step.raise_checks()  # what the forward raises for rows of any rank
         step.write_buffers()  # running statistics, counters
-        values, local_loss = step.tie_to_autograd(values)
+        values, local_loss = step.tie_to_autograd(made)
         outputs = step.return_outputs(values)  # to the ranks whose rows they are of, and to observers
         loss = step.sum_loss(local_loss)
         return step.rebuild(loss, outputs)  # as the model returns them

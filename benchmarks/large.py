@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -194,7 +195,7 @@ def by(plan: Plan) -> Callable[[Size], Made]:
         with torch.device("meta"):
             empty = llama(size)
         optimizer = adamw(empty)
-        model = hetu_fx.auto_parallelize(
+        model: Any = hetu_fx.auto_parallelize(
             empty, data(size), plan=plan, optimizer=optimizer, data="global", weights="init", device="cpu"
         )
         return train_step(model, optimizer, data(size)), lambda folder: model.hetu.save(folder)

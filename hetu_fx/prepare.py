@@ -353,8 +353,8 @@ def _execution_of(
                 outputs=wanted.settings.outputs,
             )
             execution = GraphExecution(programs, wanted.batch, wanted.backend, replays=options.cuda_graphs)
-            forbidden: tuple[str, ...] = () if wanted.backend is None else _WITHOUT_GAIN_COMPILED
-            forbidden += ("zero_3",) if options.cuda_graphs else ()  # parameters stay where they were
+            forbidden = ("zero_3",) * options.cuda_graphs  # under which parameters would not stay where they were
+            forbidden += () if wanted.backend is None else _WITHOUT_GAIN_COMPILED
             return execution, CapturedProgram.of(programs, wanted.batch, forbidden=forbidden)
         case "eager" if wanted.backend is not None:
             raise StateError(

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -30,6 +31,7 @@ from hetu_fx.cluster.chips import chip_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.fitting import fit_recompute
+from hetu_fx.planner.price.placement import device_bytes, homes_by_memory
 from hetu_fx.planner.price.step import bound_seconds, memory_problems
 from hetu_fx.planner.search.problem import (
     WORTH,
@@ -46,7 +48,7 @@ from hetu_fx.planner.simulate.simulate import num_jobs
 from hetu_fx.planner.values.options import PlanOptions, TimeLimit
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.plan import Plan, Schedule, Stage
+from hetu_fx.plans.plan import Pipeline, Plan, Schedule, Stage
 from hetu_fx.plans.prediction import Prediction
 from hetu_fx.plans.tables import short_text
 
@@ -307,13 +309,99 @@ def _nothing_fits(problem: Problem) -> str:
     costs, cluster, options = problem.costs, problem.cluster, problem.options
     need = costs.state.whole_share * costs.whole.parameter_bytes
     have = sum(device.memory_bytes for device in cluster.devices)
+    nearest = min(_extremes(problem), key=lambda one: (sum(one.lacks().values()), one.plan.summary()))
+    lacking = (f"device {rank} {bytes_text(count)}" for rank, count in nearest.lacks().items() if count)
+    ways = "".join(f"; {way}" for way in _ways_out(nearest, problem))
     return (
         f"no plan fits the memory of devices {ranks_text(cluster.ranks)}: parameters, gradients and optimizer "
         f"states are {bytes_text(need)}, one row keeps {bytes_text(costs.whole.activation_bytes)} of "
         f"activations. The devices have {bytes_text(have)} together, and plans may use "
-        f"{options.memory_fraction:.0%} of it\n"
-        f"hint: use more or larger devices, or shorter sequences{_or_allow(options)}"
+        f"{options.memory_fraction:.0%} of it. The plan that lacks least, {short_text(nearest.plan.pipelines)} with "
+        f"zero {nearest.plan.zero}, lacks {', '.join(lacking) or 'nothing, but is not allowed'}\n"
+        f"hint: use more or larger devices, or shorter sequences{_or_allow(options)}{ways}"
     )
+
+
+@dataclass(frozen=True)
+class _Extreme:
+    """A plan that needs little memory, and what its devices have and hold."""
+
+    plan: Plan
+    limits: Mapping[int, int]
+    held: Mapping[int, Mapping[str, int]]
+
+    @classmethod
+    def of(cls, plan: Plan, limits: Mapping[int, int], costs: ProgramCosts) -> _Extreme:
+        """Return it with homes by memory."""
+        homed = homes_by_memory(plan.with_blocks(costs.num_blocks), costs, limits)
+        equal = dict.fromkeys(plan.devices, 1.0)
+        return cls(homed, limits, {rank: dict(terms) for rank, terms in device_bytes(homed, costs, equal).items()})
+
+    def lacks(self, share: float = 1.0, without: Sequence[str] = ()) -> dict[int, int]:
+        """Return what each device lacks if it holds a share of its bytes, without some terms."""
+        needs = {
+            rank: share * sum(n for term, n in held.items() if term not in without) for rank, held in self.held.items()
+        }
+        return {rank: max(0, math.ceil(count) - self.limits[rank]) for rank, count in needs.items()}
+
+
+def _extremes(problem: Problem, *, recompute: bool | None = None) -> Iterator[_Extreme]:
+    """Yield plans over all devices that need little memory: replicas that share everything, and a pipeline."""
+    costs, ranks = problem.costs, problem.cluster.ranks
+    again = problem.options.recompute if recompute is None else recompute
+    limits = {rank: _room(problem, rank) for rank in ranks}
+    replicas = [Pipeline((Stage((rank,), blocks=costs.num_blocks),)) for rank in ranks[: costs.rows]]
+    shapes = [Plan(tuple(replicas), zero=3 if len(replicas) > 1 else 1)]
+    if 1 < len(ranks) <= costs.num_blocks and problem.options.pipelines:
+        stages = Pipeline(tuple(Stage((rank,)) for rank in ranks), micro_batches=costs.rows)
+        shapes.append(Plan((stages,)).with_blocks(costs.num_blocks))
+    for plan in shapes:
+        pipelines = (
+            replace(one, stages=tuple(s.recomputing((s.blocks or 0) * again) for s in one.stages))
+            for one in plan.pipelines
+        )
+        yield _Extreme.of(replace(plan, pipelines=tuple(pipelines)), limits, costs)
+
+
+def _room(problem: Problem, rank: int) -> int:
+    return int(problem.cluster.device(rank).memory_bytes * problem.options.memory_fraction)
+
+
+def _ways_out(nearest: _Extreme, problem: Problem) -> Iterator[str]:
+    """Say of what could be done instead how much would be lacking then."""
+    lacks, costs = nearest.lacks(), problem.costs
+    states = {rank: held["parameters"] + held["optimizer"] for rank, held in nearest.held.items()}
+    if any(lacks.values()) and all(lacks[rank] <= states[rank] for rank in lacks):
+        yield f"{bytes_text(sum(lacks.values()))} of host memory for states would do"
+    if not problem.options.recompute:
+        again = min(sum(one.lacks().values()) for one in _extremes(problem, recompute=True))
+        yield f"with recompute {_lacking(again)}"
+    if costs.state.dtype in (None, "fp32") and costs.state.master is None:
+        yield f"in bf16 throughout {_lacking(sum(nearest.lacks(0.5).values()))}"
+    frozen = sum(nearest.lacks(without=("optimizer", "gradients")).values())
+    yield f"with LoRA, but for its own weights, {_lacking(frozen)}"
+    count = _enough_devices(problem)
+    if count is not None:
+        yield f"{count} devices like the largest would do"
+
+
+def _lacking(count: int) -> str:
+    return f"{bytes_text(count)} would be lacking" if count else "it would fit"
+
+
+def _enough_devices(problem: Problem) -> int | None:
+    """Return how many devices like the largest hold replicas that share everything; None where no number does."""
+    costs, count = problem.costs, len(problem.cluster.devices)
+    room = max(_room(problem, rank) for rank in problem.cluster.ranks)
+    blocks = costs.num_blocks * problem.options.recompute
+    stages = [Stage((rank,), blocks=costs.num_blocks, recompute=blocks) for rank in range(costs.rows)]
+
+    def fits(number: int) -> bool:
+        plan = Plan(tuple(Pipeline((stage,)) for stage in stages[:number]), zero=3)
+        return not any(_Extreme.of(plan, dict.fromkeys(range(number), room), costs).lacks().values())
+
+    found = bisect_left(range(count + 1, costs.rows + 1), True, key=fits) + count + 1
+    return found if found <= costs.rows else None
 
 
 def _or_allow(options: PlanOptions) -> str:

@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,6 +147,35 @@ def test_more_micro_batches_than_usual_are_used_where_nothing_else_fits() -> Non
     need = predict(Plan.single(), replace(costs, rows=1), paper(1)).devices[0].total_bytes
     plan = make_plan(costs, paper(1, memory_bytes=int(1.5 * need)))
     assert plan.pipelines[0].micro_batches > 8
+
+
+def test_what_each_device_lacks_is_said_and_what_would_help() -> None:
+    costs = transformer(layers=8, rows=16, length=128, width=256)
+    with pytest.raises(PlanError) as told:
+        make_plan(costs, paper(100, 100, memory_bytes=40_000_000))
+    message = str(told.value)
+    lacking = [float(one) for one in re.findall(r"device \d ([\d.]+) MB", message)]
+    held = predict(_nearest(message), costs, paper(100, 100)).devices
+    assert lacking == pytest.approx([one.total_bytes / 1e6 - 36 for one in held], abs=0.1)
+    assert f"{sum(lacking):.1f} MB of host memory for states would do" in message
+    enough = int(re.findall(r"(\d+) devices like the largest would do", message)[0])
+    options = PlanOptions(pipelines=False, tensor_parallel=False, context_parallel=False)
+    assert make_plan(costs, paper(*[100] * enough, memory_bytes=40_000_000), options=options).zero == 3
+    with pytest.raises(PlanError):
+        make_plan(costs, paper(*[100] * (enough - 1), memory_bytes=40_000_000), options=options)
+
+
+def _nearest(message: str) -> Plan:
+    """Return the pipeline of two stages that a message says lacks least."""
+    assert "[0]x4 recompute 4 > [1]x4 recompute 4 with zero 1" in message
+    return Plan((Pipeline((Stage((0,), recompute=4), Stage((1,), recompute=4)), micro_batches=16),)).with_blocks(8)
+
+
+def test_what_is_forbidden_and_would_help_is_said_with_what_is_lacking_then() -> None:
+    costs = transformer(layers=8, rows=16, length=128, width=256)
+    options = PlanOptions(recompute=False, pipelines=False, tensor_parallel=False, context_parallel=False)
+    with pytest.raises(PlanError, match=r"with recompute [\d.]+ MB would be lacking; in bf16 throughout [\d.]+ MB"):
+        make_plan(costs, paper(100, 100, memory_bytes=40_000_000), options=options)
 
 
 def test_nothing_fits_is_said_with_numbers() -> None:

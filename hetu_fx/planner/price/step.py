@@ -149,7 +149,8 @@ class PricedStep:
 
     def fits(self, fraction: float) -> bool:
         """Tell whether every device has what it needs in so much of its memory."""
-        needed = ((rank, sum(count for _, count in held)) for rank, held in self._held(self.unlike).items())
+        asked = None if self.plan.homes else self.unlike  # whose homes may differ
+        needed = ((rank, sum(count for _, count in held)) for rank, held in self._held(asked).items())
         return all(count <= int(self._cluster.device(rank).memory_bytes * fraction) for rank, count in needed)
 
     @property

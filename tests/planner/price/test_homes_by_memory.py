@@ -6,7 +6,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
 from hetu_fx.planner.price.placement import device_bytes, device_shards, homes_by_memory
-from hetu_fx.planner.price.step import memory_problems, predict
+from hetu_fx.planner.price.step import PricedStep, memory_problems, predict
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.examples import paper, transformer
 
@@ -43,6 +43,16 @@ def test_homes_go_where_memory_is_and_rows_where_speed_is() -> None:
     assert plan.pipelines[0].share > plan.pipelines[1].share
     assert plan.homes[0] < plan.homes[1]
     assert not memory_problems(predict(plan, COSTS, cluster), cluster, FASTEST_IS_SMALLEST.memory_fraction)
+
+
+def test_like_devices_with_unlike_homes_must_all_fit() -> None:
+    cluster = paper(100, 100, memory_bytes=380_000_000)
+    plan = replace(Plan.data_parallel(2, zero=3).with_blocks(COSTS.num_blocks), homes=(1, 20))
+    held = [device.total_bytes for device in predict(plan, COSTS, cluster).devices]
+    limited = paper(100, 100, memory_bytes=sum(held) // 2)
+    assert held[0] < sum(held) // 2 < held[1]
+    assert not PricedStep(plan, COSTS, limited).fits(1.0)
+    assert PricedStep(replace(plan, homes=()), COSTS, limited).fits(1.0)
 
 
 def test_a_device_without_room_owns_nothing() -> None:

@@ -1,0 +1,241 @@
+"""A model larger than any device: from no weights on meta to a checkpoint, beside DDP and FSDP2.
+
+`unequal`: four emulated devices with unlike memory (cgroups), which together hold a Llama's training. hetu_fx plans for
+the memory that is there, trains and saves, and `from_pretrained` reads what it saved; each process's peak is held
+against the planner's word. DDP and FSDP2 on the same devices are shown, dying or not. `even`: the same without limits:
+peak and step of zero 3 against FSDP2 with the same `reshard_after_forward`, and against zero 1.
+
+Bytes are resident ones above those of a process that has planned and holds no weights, under glibc's fixed thresholds,
+for all contestants; seconds are measured in runs of their own, without these.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM
+
+from benchmarks.kit.contest import Step, adamw, barrier, loss_of, run_rounds, train_step
+from benchmarks.kit.fleet import in_fleet, rank_here, run_in_forks, say, worker_parser, world_here, write_result
+from benchmarks.kit.models import Size, batch, llama
+from benchmarks.kit.report import Bar, Part, Row, finish
+from benchmarks.kit.smallest import is_smallest
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.launch.emulate.emulate import EmulateSpec, run
+from hetu_fx.plans.plan import Plan
+
+MB = 1 << 20
+SIZES = {"smallest": Size(64, 2, 4, 16), "full": Size(1536, 16, 4, 64), "quick": Size(768, 10, 4, 64)}
+LIMITS = {"smallest": (1 << 20,) * 4, "full": (4096, 2048, 1500, 1024), "quick": (1600, 1200, 1000, 900)}
+"""MB of memory of each device."""
+
+FIXED = [f"MALLOC_{name}_=131072" for name in ("MMAP_THRESHOLD", "TRIM_THRESHOLD", "TOP_PAD")]
+CONTESTANTS = ("hetu_fx", "zero 1", "FSDP2", "DDP")
+STEPS, ROUNDS = 3, 7
+PEAK_BAR, STEP_BAR, ZERO_BAR, WORD_BAR = 1.05, 1.0, 1.3, 0.1
+
+
+def main() -> int:
+    """Measure in processes, and judge."""
+    made = worker_parser("large", "A model larger than any device, from meta to a checkpoint.")
+    made.add_argument("--part", choices=["unequal", "even"], help="this alone (default: both)")
+    made.add_argument("--contestant", choices=CONTESTANTS, help="what a worker trains with; none: all, timed")
+    made.add_argument("--limits", type=int, nargs="*", default=[], help="MB of memory of each device")
+    options = made.parse_args()
+    size = "smallest" if is_smallest() else "quick" if options.quick else "full"
+    if options.worker is not None:
+        return work(options.worker, SIZES[size], options.contestant, options.limits)
+    parts: Mapping[str, Callable[[str], Part]] = {"unequal": unequal, "even": even}
+    found = [parts[name](size) for name in ([options.part] if options.part else parts)]
+    bars, rows = [bar for own, _ in found for bar in own], [row for _, own in found for row in own]
+    return finish("large", bars, rows)
+
+
+def unequal(size: str) -> Part:
+    """Train on devices of unlike memory."""
+    limits = LIMITS[size]
+    rows = [row for name in ("hetu_fx", "FSDP2", "DDP") for row in contest(size, name, limits)]
+    own = [row for row in rows if row["contestant"] == "hetu_fx" and "peak MB" in row]
+    off = [abs(float(str(row["predicted MB"])) / float(str(row["peak MB"])) - 1) for row in own]
+    return [
+        Bar("ranks that train and save a checkpoint that from_pretrained reads", len(own), len(limits), at_least=True),
+        Bar("largest error of a rank's peak", max(off, default=1.0), WORD_BAR, at_least=False),
+    ], rows
+
+
+def even(size: str) -> Part:
+    """Train on devices without limits."""
+    rows = [row for name in ("hetu_fx", "zero 1", "FSDP2") for row in contest(size, name, ())]
+    peaks = {name: max(_peaks(name, rows)) for name in ("hetu_fx", "FSDP2")}
+    timed = contest(size, None, ())
+    seconds = {str(row["contestant"]): float(str(row["seconds"])) for row in timed}
+    return [
+        Bar("peak against FSDP2's", peaks["hetu_fx"] / peaks["FSDP2"], PEAK_BAR, at_least=False),
+        Bar("step against FSDP2's", seconds["hetu_fx"] / seconds["FSDP2"], STEP_BAR, at_least=False),
+        Bar("step against zero 1's", seconds["hetu_fx"] / seconds["zero 1"], ZERO_BAR, at_least=False),
+    ], [*rows, *timed]
+
+
+def _peaks(contestant: str, rows: Sequence[Row]) -> list[float]:
+    return [float(str(row["peak MB"])) for row in rows if row["contestant"] == contestant]
+
+
+def contest(size: str, contestant: str | None, limits: Sequence[int]) -> list[Row]:
+    """Run workers; give their rows, or one that says that they died. `contestant` None: time all."""
+    spec = EmulateSpec(speeds=(0.45,) * 4, memory=tuple(limit * MB for limit in limits))
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        given = ["--worker", str(result), *(["--quick"] if size == "quick" else [])]
+        given += ["--contestant", contestant] if contestant else []
+        given += ["--limits", *map(str, limits)] if limits else []
+        command = [*(["env", *FIXED] if contestant else []), sys.executable, "-m", "benchmarks.large", *given]
+        if is_smallest():
+            run_in_forks("large", given, spec)
+        status = 0 if is_smallest() else run(spec, command, timeout_seconds=1800)
+        if status or not result.exists():
+            return [{"contestant": str(contestant), "status": f"died, status {status}"}]
+        rows: list[Row] = json.loads(result.read_text())
+        if contestant == "hetu_fx":
+            loss = loss_of(LlamaForCausalLM.from_pretrained(Path(folder) / "saved"), data(SIZES[size])).item()
+            rows = [{**row, "loss as read": loss} for row in rows]
+    return rows
+
+
+def data(size: Size) -> dict[str, Tensor]:
+    """Make the batch of a step."""
+    return batch(size.rows, size.tokens)
+
+
+def work(result: Path, size: Size, contestant: str | None, limits: Sequence[int]) -> int:
+    """Be one rank."""
+    with in_fleet():
+        if contestant is None:
+            write_result(result, timed_steps(size))
+            return 0
+        say(f"{contestant}: {size}")
+        lines: list[Row | None] = [None] * world_here()
+        dist.all_gather_object(lines, measured(contestant, size, limits, result.parent / "saved"))
+        write_result(result, lines)
+    return 0
+
+
+def timed_steps(size: Size) -> list[Row]:
+    """Time all contestants in turns."""
+    makers = {"hetu_fx": replicas(3), "zero 1": replicas(1), "FSDP2": sharded}
+    seconds = run_rounds({name: make(size)[0] for name, make in makers.items()}, rounds=ROUNDS)
+    return [{"contestant": name, "seconds": statistics.median(own)} for name, own in seconds.items()]
+
+
+def measured(contestant: str, size: Size, limits: Sequence[int], folder: Path) -> Row:
+    """Train for a few steps, and tell this process's peak; hetu_fx saves, too."""
+    makers = {"zero 1": replicas(1), "FSDP2": sharded, "DDP": replicated}
+    plan = planned(size, limits) if contestant in ("hetu_fx", "zero 1") else Plan.single()
+    base = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+    make = makers.get(contestant) or by(plan)
+    step, save = make(size)
+    for _ in range(STEPS):
+        step()
+    line = {"contestant": contestant, "rank": rank_here(), "peak MB": (resident("VmHWM") - base) / 1e6}
+    if contestant == "hetu_fx":
+        assert plan.predicted is not None
+        held = {device.rank: device.total_bytes for device in plan.predicted.devices}
+        line |= {"predicted MB": held.get(rank_here(), 0) / 1e6, "plan": f"{plan.summary()}, zero {plan.zero}"}
+        line |= {"homes": ":".join(map(str, plan.homes)), "base MB": base / 1e6}
+        save(folder)
+        barrier()
+    return line
+
+
+def planned(size: Size, limits: Sequence[int]) -> Plan:
+    """Plan for the memory that is left here beside the program, or by zero 3 where there are no limits."""
+    import hetu_fx
+
+    with torch.device("meta"):
+        empty = llama(size)
+    own = [limit * MB - resident("VmRSS") for limit in limits[rank_here() : rank_here() + 1]]
+    cluster = Cluster.on_paper((1e10,) * world_here(), memory_bytes=gathered(own or [1 << 40]))
+    zero, forbidden = (None, ()) if limits else (3, ("tensor_parallel",))
+    return hetu_fx.plan(empty, data(size), cluster=cluster, zero=zero, forbid=forbidden)
+
+
+def gathered(own: Sequence[int]) -> list[int]:
+    """Give each rank's number to all."""
+    found: list[int] = [0] * world_here()
+    dist.all_gather_object(found, own[0])
+    return found
+
+
+def resident(name: str) -> int:
+    """Return the bytes of memory that are resident here (VmRSS), or the most that were (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+Made = tuple[Step, Callable[[Path], None]]
+
+
+def by(plan: Plan) -> Callable[[Size], Made]:
+    """Make a maker of hetu_fx's training under a plan, from meta."""
+
+    def make(size: Size) -> Made:
+        import hetu_fx
+
+        with torch.device("meta"):
+            empty = llama(size)
+        optimizer = adamw(empty)
+        model: Any = hetu_fx.auto_parallelize(
+            empty, data(size), plan=plan, optimizer=optimizer, data="global", weights="init", device="cpu"
+        )
+        return train_step(model, optimizer, data(size)), lambda folder: model.hetu.save(folder)
+
+    return make
+
+
+def replicas(zero: int) -> Callable[[Size], Made]:
+    """Make a maker of hetu_fx's training on equal replicas."""
+    return by(Plan.data_parallel(world_here(), zero=zero))
+
+
+def sharded(size: Size) -> Made:
+    """Train by fully_shard, block by block, from meta."""
+    with torch.device("meta"):
+        model = llama(size)
+    for block in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(block, reshard_after_forward=True)
+    fully_shard(model, reshard_after_forward=True)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # type: ignore
+    return train_step(model, adamw(model), own_rows(size)), unsaved
+
+
+def replicated(size: Size) -> Made:
+    """Train by DistributedDataParallel."""
+    model = DistributedDataParallel(llama(size))
+    return train_step(model, adamw(model), own_rows(size)), unsaved
+
+
+def own_rows(size: Size) -> dict[str, Tensor]:
+    """Return this rank's rows of a step."""
+    return {name: value.chunk(world_here())[rank_here()] for name, value in data(size).items()}
+
+
+def unsaved(folder: Path) -> None:
+    """Save nothing: it is compared by its steps."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

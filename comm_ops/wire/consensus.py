@@ -2,11 +2,15 @@
 
 Every rank tells its numbers (`LocalFacts`), each is combined as the table says (`StepFacts`), and batches that do not
 fit together are refused. An error on one rank travels too, so that all ranks raise instead of waiting for each other.
+
+Where ranks are many, the numbers of each are gathered only where something is unlike the last time. Most steps are
+not: then a sum of a few numbers over a tree tells all ranks so (`_Steady`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -20,10 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx import errors
+from hetu_fx.base.machine import node_name
+from hetu_fx.comm_ops.plans.sum_tree import SumSteps, sum_tree
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, Round, guarded, using
 from hetu_fx.comm_ops.wire.objects.messages import broadcast, gather
-from hetu_fx.comm_ops.wire.small_sums import reduce_small
+from hetu_fx.comm_ops.wire.small_sums import reduce_small, sum_by_tree
 from hetu_fx.errors import BatchError, CommError, HetuFxError, OtherRankError
 
 T = TypeVar("T")
@@ -44,14 +50,24 @@ def _ranks_that_do(numbers: Numbers) -> tuple[int, ...]:
     return tuple(rank for rank, number in enumerate(numbers) if number)
 
 
-def _fact(combine: Callable[[Numbers], Any]) -> Any:
-    """Make a fact: a number that every rank tells under the fact's name, 0 if it says nothing, and its combination."""
-    return field(default=combine(()), metadata={"combine": combine})
+_EACH, _ALIKE, _MOST, _SAMPLED, _KEPT = "each", "alike", "most", "sampled", "kept"
+
+
+def _fact(combine: Callable[[Numbers], Any], kind: str = _EACH) -> Any:
+    """Make a fact: a number that every rank tells under the fact's name, 0 if it says nothing, and its combination.
+
+    The kind says how it is told where ranks are many: `_EACH` stays what it was on each rank, or all are gathered; so
+    does `_ALIKE`, or becomes another that is the same on all; of `_MOST` the largest is told; `_SAMPLED` is told in one
+    of some steps, and `_KEPT` until then, as it is told once.
+    """
+    return field(default=combine(()), metadata={"combine": combine, "kind": kind})
 
 
 @dataclass(frozen=True)
 class StepFacts:
     """The table of facts: what all ranks agree on for one step, the same on every rank. A new fact is one line.
+
+    Seconds and bytes of ranks are () in steps in which many ranks do not tell them.
 
     Attributes:
         rows: rows of the batch that each rank brings.
@@ -76,21 +92,21 @@ class StepFacts:
     """
 
     rows: tuple[int, ...] = _fact(_counts)
-    longest: int = _fact(_largest)
+    longest: int = _fact(_largest, _MOST)
     counts: tuple[Count, ...] = ()
-    compute_seconds: tuple[float, ...] = _fact(tuple)
-    host_seconds: tuple[float, ...] = _fact(tuple)
+    compute_seconds: tuple[float, ...] = _fact(tuple, _SAMPLED)
+    host_seconds: tuple[float, ...] = _fact(tuple, _SAMPLED)
     leaving: tuple[int, ...] = _fact(_ranks_that_do)
     ending: tuple[int, ...] = _fact(_ranks_that_do)
     has_plan: bool = _fact(any)
-    probe_seconds: tuple[float, ...] = _fact(tuple)
+    probe_seconds: tuple[float, ...] = _fact(tuple, _KEPT)
     is_joined: bool = _fact(any)
-    update_seconds: tuple[float, ...] = _fact(tuple)
-    peak_bytes: tuple[float, ...] = _fact(tuple)
-    writes: tuple[float, ...] = _fact(tuple)
-    inputs: tuple[float, ...] = _fact(tuple)
-    graphs: tuple[float, ...] = _fact(tuple)
-    asks_rows: bool = _fact(any)
+    update_seconds: tuple[float, ...] = _fact(tuple, _SAMPLED)
+    peak_bytes: tuple[float, ...] = _fact(tuple, _SAMPLED)
+    writes: tuple[float, ...] = _fact(tuple, _ALIKE)
+    inputs: tuple[float, ...] = _fact(tuple, _ALIKE)
+    graphs: tuple[float, ...] = _fact(tuple, _ALIKE)
+    asks_rows: bool = _fact(any, _ALIKE)
     asks: tuple[int, ...] = _fact(_ranks_that_do)
     sizes_of: tuple[tuple[int, ...], ...] = ()
 
@@ -126,6 +142,8 @@ _COMBINE: Mapping[str, Callable[[Numbers], Any]] = {
 
 _PLACES = {name: place for place, name in enumerate(_COMBINE)}
 
+_KINDS = {fact.name: fact.metadata["kind"] for fact in fields(StepFacts) if fact.metadata}
+
 _NOTHING: Mapping[str, float] = MappingProxyType({})
 _LOOK_SECONDS, _MOST_LOOK_SECONDS = 0.02, 0.5
 _MAX_SIZES = 24
@@ -139,6 +157,23 @@ _FIRST_SIZE = _FIRST_FACT + len(_COMBINE)
 _FIRST_COUNT = _FIRST_SIZE + _MAX_SIZES
 _FIRST_VALUE = _FIRST_COUNT + _MAX_COUNTS
 _WIDTH = _FIRST_VALUE + _MAX_VALUES
+
+TREE_RANKS = 32
+"""From so many on, ranks tell each other by a tree what is as it was."""
+
+GATHER_EVERY = 8
+"""Steps after which they gather once more what each has measured."""
+
+
+def _places_of(*kinds: str) -> tuple[int, ...]:
+    return tuple(_FIRST_FACT + _PLACES[name] for name, kind in _KINDS.items() if kind in kinds)
+
+
+_EACH_PLACES = (_ERROR, *_places_of(_EACH))
+_ALIKE_PLACES = (_DIGEST, *_places_of(_ALIKE), *range(_FIRST_SIZE, _FIRST_COUNT), *range(_FIRST_VALUE, _WIDTH))
+_KEPT_PLACES = _places_of(_KEPT)
+_LONGEST = _FIRST_FACT + _PLACES["longest"]
+_UNTOLD: Mapping[str, Any] = {name: () for name, kind in _KINDS.items() if kind in (_SAMPLED, _KEPT)}
 
 
 @dataclass(frozen=True)
@@ -224,28 +259,117 @@ def agree(
         if isinstance(facts, Exception):
             raise facts
         return _combined([_with_told(facts.numbers, told)], facts.counts, (facts.sizes,))
-    facts = _fitting(facts)
-    gathered, agreed = _exchanged(table, facts, told)
+    facts, steady = _fitting(facts), _steady(table)
+    row = _encode(facts, told)
+    if steady is not None:
+        if (found := steady.agree(table, facts, row)) is not None:
+            return found
+        row = steady.forget(row)
+    gathered, agreed = _exchanged(table, facts, row)
     while agreed.is_asked_alone:
         if table.rank in agreed.asks:
             return agreed
-        gathered, agreed = _exchanged(table, facts, told)
+        gathered, agreed = _exchanged(table, facts, row)
     assert isinstance(facts, LocalFacts)
     is_unlike = agreed.has_unlike_graphs
     _check_signatures(table, gathered, facts, is_unlike=is_unlike and not takes_unlike_graphs)
     if not is_unlike:
         _check_equal(gathered, facts, agreed.rows)
+        if steady is not None:
+            steady.know(agreed, facts, row)
     return agreed
 
 
-def _exchanged(
-    table: GroupTable, facts: LocalFacts | Exception, told: Mapping[str, float]
-) -> tuple[Sequence[Numbers], StepFacts]:
+@dataclass(slots=True)
+class _Steady:
+    """What the ranks have agreed on last, as long as a sum over all tells that it holds.
+
+    Attributes:
+        steps: of the sum, this rank's.
+        facts: those of the last time; None: nothing holds, all is to be gathered.
+        each, alike: what this rank has told for it, of its own and of what must be the same on all ranks.
+        count: times since all was gathered.
+        kept: what it has told once since then, by place.
+    """
+
+    steps: SumSteps
+    facts: StepFacts | None = None
+    each: bytes = b""
+    alike: bytes = b""
+    count: int = 0
+    kept: dict[int, float] = field(default_factory=dict)
+
+    def agree(self, table: GroupTable, facts: LocalFacts | Exception, row: Numbers) -> StepFacts | None:
+        """Return what ranks agree on where each is as it was, or all have become alike; else None, on all ranks.
+
+        Collective, unless all are to be gathered anyway.
+        """
+        self.kept |= {place: row[place] for place in _KEPT_PLACES if row[place]}
+        if self.facts is None or self.count == GATHER_EVERY:
+            return None
+        self.count += 1
+        each, alike = _told_bytes(facts, row)
+        is_other = each != self.each
+        digest = _digest(alike)
+        sums, largest = sum_by_tree(
+            [is_other, is_other or alike != self.alike, *row[_FIRST_COUNT:_FIRST_VALUE]],
+            [digest, -digest, row[_LONGEST]],
+            self.steps,
+            table,
+            "agreement on the step",
+        )
+        if sums[0] or (sums[1] and largest[0] != -largest[1]):
+            return None
+        assert isinstance(facts, LocalFacts)
+        held = _alike_on_all(self.facts, facts, row) if sums[1] else self.facts
+        counts = tuple(sums[2 : 2 + len(facts.counts)])
+        self.facts = replace(held, counts=counts, longest=int(largest[2]), **_UNTOLD)
+        self.alike = alike
+        return self.facts
+
+    def forget(self, row: Numbers) -> Numbers:
+        """Begin anew, as all is gathered; return the row with what this rank has told once since the last time."""
+        kept, self.facts, self.kept = self.kept, None, {}
+        return [kept.get(place, 0.0) or number for place, number in enumerate(row)]
+
+    def know(self, agreed: StepFacts, facts: LocalFacts, row: Numbers) -> None:
+        """Hold what has been gathered, and fits together."""
+        self.facts, self.count = agreed, 0
+        self.each, self.alike = _told_bytes(facts, row)
+
+
+def _steady(table: GroupTable) -> _Steady | None:
+    """Return what many ranks have agreed on last, if they can tell so by a tree; the first call is collective."""
+    if table.size < TREE_RANKS or table.rounds is not None or table.transport.device(table.base).type != "cpu":
+        return None
+    if _Steady not in table.found_out:
+        table.found_out[_Steady] = _Steady(sum_tree(all_gather_object(table, node_name())).steps(table.rank))
+    found: _Steady = table.found_out[_Steady]
+    return found
+
+
+def _told_bytes(facts: LocalFacts | Exception, row: Numbers) -> tuple[bytes, bytes]:
+    """Return as bytes, in which what is no number equals itself, what is a rank's own, and what must be alike."""
+    may_differ = isinstance(facts, LocalFacts) and facts.sizes_may_differ
+    each, alike = ([row[place] for place in places] for places in (_EACH_PLACES, _ALIKE_PLACES))
+    return struct.pack(f"{len(each)}d", *each), struct.pack(f"{len(alike)}d?", *alike, may_differ)
+
+
+def _alike_on_all(last: StepFacts, facts: LocalFacts, row: Numbers) -> StepFacts:
+    """Return facts in which all ranks have told what this one has of what must be alike."""
+    count = len(last.rows)
+    told = {n: (row[_FIRST_FACT + _PLACES[n]],) * count for n, kind in _KINDS.items() if kind == _ALIKE}
+    has_rows = any(last.rows)
+    sizes_of = tuple([facts.sizes if rows or not has_rows else () for rows in last.rows])
+    return replace(last, sizes_of=sizes_of, **{name: _COMBINE[name](numbers) for name, numbers in told.items()})
+
+
+def _exchanged(table: GroupTable, facts: LocalFacts | Exception, row: Numbers) -> tuple[Sequence[Numbers], StepFacts]:
     """Return what all ranks have said, and what that comes to; raises on all ranks what one of them came with.
 
     What a rank came with that asks alone is raised there alone: the others do not wait for it.
     """
-    gathered = _exchange(table, _encode(facts, told))
+    gathered = _exchange(table, row)
     ranks = [row[_FIRST_FACT:_FIRST_SIZE] for row in gathered]
     agreed = _combined(ranks, (), ())
     if agreed.is_asked_alone:
@@ -310,7 +434,11 @@ def alike(table: GroupTable, digest: int) -> bool:
 
 def hash_text(text: str) -> int:
     """Hash a text to 48 bits, which a float64 carries exactly; the same in every process."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+    return _digest(text.encode())
+
+
+def _digest(told: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(told).digest()[:6], "big")
 
 
 def from_first(table: GroupTable, value: T) -> T:

@@ -32,6 +32,7 @@ class Tag(IntEnum):
     SNAPSHOTS = 0x534E  # copies of state in the memory of others
     EXCHANGE = 0x4558  # parts of a tensor that is cut anew
     SUMMANDS = 0x5752  # of a sum that is waited for at once
+    TREE = 0x5452  # of a sum of a few numbers of all ranks
     BUCKETS = 0x425200  # summands of a bucket of the bridge
     RING = 0x5247_0000  # keys, values and their gradients
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.base.dtypes import as_reals, carries_gradient
+from hetu_fx.comm_ops.plans.sum_tree import SumSteps
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, Rounds, guarded
+from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.errors import DivergedError
 
 _WIDTH = 64
@@ -91,6 +93,36 @@ def _reduced_by_round(
         heard = heard.to(torch.int32).view(torch.int64)
     _flat(value).copy_(torch.cat([_COMBINE[op](heard), rest]))
     return value
+
+
+def sum_by_tree(
+    sums: Sequence[float], largest: Sequence[float], steps: SumSteps, table: GroupTable, what: str
+) -> tuple[list[float], list[float]]:
+    """Return sums over all ranks, and the largest of other numbers, the same bits on each; collective.
+
+    All numbers of a rank are one message of host memory, 8 bytes each; `steps` are this rank's of one tree.
+    """
+    total = torch.tensor([*sums, *largest], dtype=torch.float64)
+    with guarded(what, range(table.size), table):
+        if steps.head != table.rank:
+            post((), [(steps.head, total, Tag.TREE)], table).wait()
+            post([(steps.head, total, Tag.TREE)], (), table).wait()
+        rooms = [(rank, torch.empty_like(total), Tag.TREE) for rank in steps.members]
+        post(rooms, (), table).wait()
+        for _, room, _ in rooms:
+            _add(total, room, len(sums))
+        for partner in steps.partners:
+            room, leaving = torch.empty_like(total), total.clone()
+            post([(partner, room, Tag.TREE)], [(partner, leaving, Tag.TREE)], table).wait()
+            _add(total, room, len(sums))
+        post((), [(rank, total, Tag.TREE) for rank in steps.members], table).wait()
+    numbers = total.tolist()
+    return numbers[: len(sums)], numbers[len(sums) :]
+
+
+def _add(total: Tensor, other: Tensor, num_sums: int) -> None:
+    total[:num_sums] += other[:num_sums]
+    torch.maximum(total[num_sums:], other[num_sums:], out=total[num_sums:])
 
 
 def _is_whole(value: Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,17 @@ from hetu_fx.base.checks import standing_twice
 from hetu_fx.base.json_values import many
 from hetu_fx.base.records import Document, Key, record
 from hetu_fx.cluster.cluster_table import cluster_text, level_links
-from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, ClusterLinks, Collective, Device, Link, OutsideLink
+from hetu_fx.cluster.devices import (
+    COLLECTIVE,
+    DEVICE,
+    LINKS,
+    ClusterLinks,
+    Collective,
+    Device,
+    Link,
+    OutsideLink,
+    PairLink,
+)
 from hetu_fx.cluster.paces import PACE, Pace, interpolate_pace
 from hetu_fx.cluster.precisions import PRECISION, Precision, by_kind, fastest_in_common, with_faster_products
 from hetu_fx.cluster.timed import met_seconds, seen_turn, timed_by_group
@@ -44,7 +54,8 @@ class Cluster(Document):
     on; of several between the same ends the quickest is taken. `precisions` are the low dtypes that kinds compute in.
 
     Where there is more to say than inside and between nodes, `levels` say it, from inside out; `intra` is then that of
-    the node and `inter` that of the level above. `nics` are the network ports of each node.
+    the node and `inter` that of the level above. `nics` are the network ports of each node. `pairs` are links between
+    nodes, or kinds, that are not as `inter` says; of a node that is not there, they say nothing.
     """
 
     devices: tuple[Device, ...]
@@ -56,6 +67,7 @@ class Cluster(Document):
     precisions: tuple[Precision, ...] = ()
     levels: tuple[Level, ...] = ()
     nics: Nics | None = None
+    pairs: tuple[PairLink, ...] = ()
     _by_rank: Mapping[int, Device] = field(init=False, repr=False, compare=False)
     _nodes: Mapping[str, int] = field(init=False, repr=False, compare=False)
     _top_speeds: Mapping[str, float] = field(init=False, repr=False, compare=False)
@@ -88,8 +100,14 @@ class Cluster(Document):
         if self.nics is not None:  # said of each, so that it stays where others are left out
             ports = device_ports(self.devices, self.nics)
             object.__setattr__(self, "devices", tuple(replace(d, nic=ports[d.rank]) for d in self.devices))
+        if self.pairs and self.levels:
+            raise ClusterError(
+                "a cluster has links of pairs, and levels or 'per'\nhint: give pairs next to 'intra' and 'inter' only"
+            )
+        if twice := standing_twice((pair.of, pair.between) for pair in self.pairs):
+            raise ClusterError(f"links of pairs {twice} stand twice\nhint: give each once")
         levels = self.levels or (_level(NODE, self.intra), _level(CLUSTER, self.inter))
-        object.__setattr__(self, "_hierarchy", Hierarchy(self.devices, levels, self.nics))
+        object.__setattr__(self, "_hierarchy", Hierarchy(self.devices, levels, self.nics, self.pairs))
         if self.levels:
             node = next(index for index, level in enumerate(levels) if level.within == NODE)
             object.__setattr__(self, "intra", levels[node].link)
@@ -156,10 +174,10 @@ class Cluster(Document):
         """
         from hetu_fx.cluster.measure import measure_cluster  # with torch, which plans need not have
 
-        devices, links, ways = measure_cluster(table, seconds=seconds, device=device, step_flops=step_flops)
+        devices, links, pairs, ways = measure_cluster(table, seconds=seconds, device=device, step_flops=step_flops)
         intra, inter = Link(*links["intra"]), Link(*links["inter"])
         if "types" not in links:
-            return cls(devices, intra, inter, ways=ways)
+            return cls(devices, intra, inter, ways=ways, pairs=pairs)
         named = ((TYPE, intra), (NODE, Link(*links["types"])), (CLUSTER, inter))
         return cls(devices, intra, inter, ways=ways, levels=tuple(_level(name, link) for name, link in named))
 
@@ -238,14 +256,16 @@ class Cluster(Document):
         return self._hierarchy.all_ends(a, b)
 
     def likeness(self, rank: int) -> int:
-        """Return a number that all devices share that differ in nothing but rank and place."""
+        """Return a number that all devices share that differ in nothing but rank and place, nor do their links."""
         return self._likenesses[rank]
 
     @cached_property
     def _likenesses(self) -> dict[int, int]:
         """Return which device is the first that is like each."""
-        facts = {d.rank: replace(d, rank=0, node="0", place={}, nic=None) for d in self.devices}
-        first: dict[Device, int] = {}
+        facts = {
+            d.rank: (replace(d, rank=0, node="0", place={}, nic=None), self._hierarchy.peer(d)) for d in self.devices
+        }
+        first: dict[tuple[Device, Hashable], int] = {}
         return {rank: first.setdefault(one, rank) for rank, one in facts.items()}
 
     def shared_units(self, rank: int) -> tuple[Place, ...]:
@@ -305,7 +325,8 @@ class Cluster(Document):
         """Return what a file says of links inside a node and between nodes; None where it has levels."""
         if self.levels:
             return None
-        return ClusterLinks(self.intra, OutsideLink(self.inter.bytes_per_second, self.inter.latency_seconds))
+        inter = OutsideLink(self.inter.bytes_per_second, self.inter.latency_seconds)
+        return ClusterLinks(self.intra, inter, tuple(pair for pair in self.pairs if pair.is_among(self.devices)))
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
@@ -329,9 +350,9 @@ class Cluster(Document):
         return replace(self, devices=tuple(d if speed is None else d.at(speed) for d, speed in speeds))
 
     def with_inter(self, bytes_per_second: float) -> Cluster:
-        """Return the cluster with other links between nodes; of levels, with that above the node other than it is."""
+        """Return the cluster with other links between nodes, all alike; of levels, with another above the node."""
         if not self.levels:
-            return replace(self, inter=Link(bytes_per_second, self.inter.latency_seconds))
+            return replace(self, inter=Link(bytes_per_second, self.inter.latency_seconds), pairs=())
         above = [level.within for level in self.levels].index(NODE) + 1
         levels = list(self.levels)
         levels[above] = replace(levels[above], bytes_per_second=bytes_per_second)
@@ -355,6 +376,7 @@ class Cluster(Document):
         links = level_links(self.levels) if self.levels else {"intra": self.intra, "inter": self.inter}
         if self.nics is not None:
             links[f"{self.nics.per_node} ports a node, each"] = Link(self.nics.bytes_per_second)
+        links |= {" - ".join(pair.between): pair.link for pair in self.pairs}
         return cluster_text(self.devices, links)
 
 
@@ -380,6 +402,13 @@ def _cluster(
     if links is None:
         return Cluster(devices, levels[0].link, levels[-1].link, levels=levels, **others)
     inter = links.inter or OutsideLink(links.intra.bytes_per_second, links.intra.latency_seconds)
+    for pair in links.pairs:
+        if not pair.is_among(devices):
+            known = sorted({d.node if pair.of == "nodes" else d.kind for d in devices})
+            raise ClusterError(
+                f"links.pairs names {pair.of} {list(pair.between)}, not both there\nhint: give two of {known}"
+            )
+    others["pairs"] = links.pairs
     if inter.per:
         levels = _level(NODE, links.intra), _level(CLUSTER, inter.link, inter.per)
     return Cluster(devices, links.intra, inter.link, levels=levels, **others)

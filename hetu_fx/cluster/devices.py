@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from hetu_fx.base.checks import Source, check_not_negative, check_positive, check_source
-from hetu_fx.base.json_values import NUMBER, SIZE, TEXT, named_texts, object_by_number
+from hetu_fx.base.json_values import NUMBER, SIZE, TEXT, TEXTS, many, named_texts, object_by_number
 from hetu_fx.base.records import Key, record
 from hetu_fx.cluster.chips import find_chip, unknown_chip
 from hetu_fx.comm_ops.plans.ways import PLACES
@@ -145,12 +145,52 @@ class OutsideLink:
         return Link(self.bytes_per_second, self.latency_seconds)
 
 
+PAIRED = ("nodes", "kinds")
+"""What a pair of names is of."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairLink:
+    """The link between two nodes, or between devices of two kinds on two nodes, where it is not as others are.
+
+    Attributes:
+        between: the two names, in alphabetical order.
+        bytes_per_second, latency_seconds: of the link.
+        of: one of PAIRED.
+    """
+
+    between: tuple[str, str]
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+    of: str = "nodes"
+
+    def __post_init__(self) -> None:
+        what = f"the link between {' and '.join(self.between)}"
+        if self.of not in PAIRED:
+            raise ClusterError(f"{what} is one of {self.of!r}\nhint: give one of {', '.join(PAIRED)}")
+        if len(self.between) != 2 or (self.of == "nodes" and len(set(self.between)) == 1):
+            raise ClusterError(f"a pair of {self.of} is {list(self.between)}\nhint: give the names of two")
+        object.__setattr__(self, "between", tuple(sorted(self.between)))
+        check_positive(ClusterError, what, bytes_per_second=self.bytes_per_second)
+        check_not_negative(ClusterError, what, latency_seconds=self.latency_seconds)
+
+    @property
+    def link(self) -> Link:
+        """Return the link itself."""
+        return Link(self.bytes_per_second, self.latency_seconds)
+
+    def is_among(self, devices: Sequence[Device]) -> bool:
+        """Tell whether some devices have both names."""
+        return {d.node if self.of == "nodes" else d.kind for d in devices}.issuperset(self.between)
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterLinks:
-    """What a cluster file says of links inside a node and between nodes; None: the same."""
+    """What a cluster file says of links inside a node and between nodes (None: the same), and of pairs unlike these."""
 
     intra: Link
     inter: OutsideLink | None = None
+    pairs: tuple[PairLink, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +273,15 @@ DEVICE = record(
 )
 _LINK = record(Link, ClusterError, latency_seconds=Key(written="always"))
 _OUTSIDE = record(OutsideLink, ClusterError, latency_seconds=Key(written="always"))
-LINKS = record(ClusterLinks, ClusterError, intra=Key(_LINK), inter=Key(_OUTSIDE))
+_PAIR = record(
+    PairLink,
+    ClusterError,
+    order="between of bytes_per_second latency_seconds",
+    between=Key(TEXTS),
+    of=Key(written="always"),
+    latency_seconds=Key(written="always"),
+)
+LINKS = record(ClusterLinks, ClusterError, intra=Key(_LINK), inter=Key(_OUTSIDE), pairs=Key(many(_PAIR.values)))
 COLLECTIVE = record(
     Collective, ClusterError, latency_seconds=Key(written="always"), sizes=Key(object_by_number("bytes", ClusterError))
 )

@@ -2,7 +2,9 @@
 
 Messages may cost the processor's time, and devices of a node may have different ends of its network: then a link is as
 fast as the slower of the two. So neighbours in speed on a node send to each other. The fastest of them tell the link
-inside nodes; what the others reach is a device's own limit. Between nodes their fastest ranks send.
+inside nodes; what the others reach is a device's own limit. Between nodes their fastest ranks send, each to each other
+in rounds of pairs that send at once; between many nodes, each two kinds of them. What most pairs have is the link
+between nodes; those that are clearly unlike are told apart, so that one slow machine makes no other one slow.
 
 Collectives are timed as they run, padded and grouped. Parts are near equal, and not equal: padding costs next to
 nothing, and still each part goes in a message of its own where parts are grouped.
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.base.device_types import device_type_record
-from hetu_fx.cluster.devices import Collective, Device
+from hetu_fx.cluster.devices import Collective, Device, PairLink
 from hetu_fx.cluster.timed import SIZES
 from hetu_fx.comm_ops.plans.algorithm import FLAT, Algorithm
 from hetu_fx.comm_ops.wire.algorithms import Collectives
@@ -33,6 +35,9 @@ _BANDWIDTH_ROUNDS = 3  # so many that a device with a CPU quota has used up what
 _BANDWIDTH_BYTES = 8 << 20  # of several chunks where it is staged, and far more than a link lets through at once
 _LONE_LINK = (1e10, 0.0)  # no link to measure: what a lone device's moves would cost in memory
 _CLEARLY = 0.8  # below so much of the link's bandwidth, a device's limit is its own
+_LATE = 0.5  # so much less latency is clearly less, and
+_SAME_LATENCY = 1e-4  # seconds below which all latencies are one
+_MOST_NODES = 16  # of which each two are timed
 
 Pair = tuple[int, int]
 Timed = Mapping[Pair, tuple[float, float]]
@@ -40,27 +45,36 @@ Timed = Mapping[Pair, tuple[float, float]]
 
 
 def measure_links(
-    table: GroupTable, nodes: Sequence[str], types: Sequence[str], speeds: Sequence[float], device: str
-) -> tuple[dict[str, tuple[float, float]], dict[int, float]]:
-    """Return (bytes per second, latency seconds) inside a node and between nodes, and limits of ranks; collective.
+    table: GroupTable,
+    nodes: Sequence[str],
+    types: Sequence[str],
+    kinds: Sequence[str],
+    speeds: Sequence[float],
+    device: str,
+) -> tuple[dict[str, tuple[float, float]], tuple[PairLink, ...], dict[int, float]]:
+    """Return (bytes per second, latency seconds) inside a node and between nodes, unlike pairs, and limits of ranks.
 
-    Links stand under "intra" and "inter"; where no two ranks stand on one node, or all do, the other's numbers stand
-    for both. Where devices of several types stand on one node, "intra" is what links those of one type there, and
-    "types" what links the types, whose messages go another way. Limits are the bytes per second of those ranks that
-    reach clearly less than the link "intra".
+    Collective. Links stand under "intra" and "inter"; where no two ranks stand on one node, or all do, the other's
+    numbers stand for both. Where devices of several types stand on one node, "intra" is what links those of one type
+    there, and "types" what links the types, whose messages go another way; "inter" is then what all pairs have, as
+    levels have no pairs. Limits are the bytes per second of those ranks that reach clearly less than the link "intra".
     """
     units = node_units(nodes, types)
     timed: dict[Pair, tuple[float, float]] = {}
     for pairs in neighbours(units, speeds):
         timed |= time_pairs(table, pairs, device)
     between = _time_in_turn(table, pairs_of_types(nodes, types, speeds), device)
-    across = _time_in_turn(table, inter_pairs(nodes, speeds), device)
+    across: dict[Pair, tuple[float, float]] = {}
+    for pairs in node_rounds(nodes, kinds, speeds):
+        across |= time_pairs(table, pairs, device)
+    usual, unlike = settled_pairs(across, nodes, kinds)
     reached = settled_limits(timed, units, speeds)
-    seen = {"intra": _fastest(timed, reached), "types": _slowest(between), "inter": _slowest(across)}
+    seen = {"intra": _fastest(timed, reached), "types": _slowest(between)}
+    seen["inter"] = _slowest(across) if between else usual
     found = {name: link for name, link in seen.items() if link}
     known = next(iter(found.values()), _LONE_LINK)
     links = {"intra": known, "inter": known} | found
-    return links, {rank: most for rank, most in reached.items() if most < _CLEARLY * links["intra"][0]}
+    return links, unlike, {rank: most for rank, most in reached.items() if most < _CLEARLY * links["intra"][0]}
 
 
 def node_units(nodes: Sequence[str], types: Sequence[str]) -> list[str]:
@@ -92,9 +106,66 @@ def neighbours(nodes: Sequence[str], speeds: Sequence[float]) -> tuple[list[Pair
     return first, second
 
 
-def inter_pairs(nodes: Sequence[str], speeds: Sequence[float]) -> list[Pair]:
-    """Return the fastest ranks of neighbouring nodes."""
-    return list(itertools.pairwise(ranks[0] for ranks in _fastest_first(nodes, speeds)))
+def node_rounds(nodes: Sequence[str], kinds: Sequence[str], speeds: Sequence[float]) -> list[list[Pair]]:
+    """Return rounds of disjoint pairs of the fastest ranks of nodes: each two, of many nodes each two kinds of them."""
+    heads = [ranks[0] for ranks in _fastest_first(nodes, speeds)]
+    if len(heads) <= _MOST_NODES:
+        return [[(heads[a], heads[b]) for a, b in pairs] for pairs in tournament(len(heads)) if pairs]
+    of_kind: dict[str, list[int]] = {}
+    for head in heads:
+        of_kind.setdefault(kinds[head], []).append(head)
+    alike = [list(zip(ranks[::2], ranks[1::2], strict=False)) for ranks in of_kind.values()]
+    unlike = [list(zip(*two, strict=False)) for two in itertools.combinations(of_kind.values(), 2)]
+    return [pairs for pairs in (*alike, *unlike) if pairs]
+
+
+def tournament(count: int) -> list[list[Pair]]:
+    """Return rounds in which each player meets one other, or none, so that all meet: one stays, the others turn."""
+    players, rounds = [*range(count), *[-1] * (count % 2)], []
+    for _ in players[1:]:
+        half = len(players) // 2
+        pairs = zip(players[:half], reversed(players[half:]), strict=True)
+        rounds.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
+        players = [players[0], players[-1], *players[1:-1]]
+    return rounds
+
+
+def settled_pairs(
+    timed: Timed, nodes: Sequence[str], kinds: Sequence[str]
+) -> tuple[tuple[float, float] | None, tuple[PairLink, ...]]:
+    """Return what most pairs have, of as many the slower, and the pairs that have clearly more or less."""
+    is_many = len(set(nodes)) > _MOST_NODES
+    of, names = ("kinds", kinds) if is_many else ("nodes", nodes)
+    seen: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for (a, b), figures in timed.items():
+        one, other = sorted((names[a], names[b]))
+        seen.setdefault((one, other), []).append(figures)
+    medians = [[statistics.median(column) for column in zip(*figures, strict=True)] for figures in seen.values()]
+    speeds = group_figures([speed for speed, _ in medians], 1 - _CLEARLY)
+    waits = group_figures([max(wait, _SAME_LATENCY) for _, wait in medians], _LATE)
+    groups: dict[tuple[float, float], list[int]] = {}
+    for place, figures in enumerate(zip(speeds, waits, strict=True)):
+        groups.setdefault(figures, []).append(place)
+    links = {key: (key[0], statistics.median(medians[i][1] for i in places)) for key, places in groups.items()}
+    if not groups:
+        return None, ()
+    usual = max(groups, key=lambda key: (len(groups[key]), -key[0], key[1]))
+    pairs = list(seen)
+    unlike = (PairLink(pairs[i], *links[key], of) for key in groups if key != usual for i in groups[key])
+    return links[usual], tuple(sorted(unlike, key=lambda pair: pair.between))
+
+
+def group_figures(figures: Sequence[float], tolerance: float) -> list[float]:
+    """Return figures, rounded, in which those within `tolerance` of a group's largest are its median."""
+    result = [0.0] * len(figures)
+    left = sorted(range(len(figures)), key=lambda i: -figures[i])
+    while left:
+        group = [i for i in left if figures[i] >= figures[left[0]] * (1 - tolerance)]
+        median = float(f"{statistics.median(figures[i] for i in group):.3g}")
+        for index in group:
+            result[index] = median
+        left = left[len(group) :]
+    return result
 
 
 def settled_limits(timed: Timed, nodes: Sequence[str], speeds: Sequence[float]) -> dict[int, float]:

@@ -27,9 +27,9 @@ from hetu_fx.base.cgroups import own_quota
 from hetu_fx.base.device_types import HOST, device_type_record
 from hetu_fx.base.machine import short_names
 from hetu_fx.cluster.device_speed import Products, matmul_flops_per_second, memory_bytes_per_second, op_seconds
-from hetu_fx.cluster.devices import Device
+from hetu_fx.cluster.devices import Device, PairLink
 from hetu_fx.cluster.host import memory_limits, node_name, step_seconds
-from hetu_fx.cluster.links import measure_links, time_pairs
+from hetu_fx.cluster.links import group_figures, measure_links, time_pairs
 from hetu_fx.cluster.topology import TYPE
 from hetu_fx.comm_ops.plans.ways import DIRECT, PLACES, STAGED, WAYS, Ends, Way
 from hetu_fx.comm_ops.wire.consensus import all_gather_object
@@ -185,10 +185,10 @@ Limits = tuple[tuple[str, int], ...]
 
 def measure_cluster(
     table: GroupTable | None, *, seconds: float, device: str, step_flops: float
-) -> tuple[tuple[Device, ...], Mapping[str, tuple[float, float]], tuple[Way, ...]]:
-    """Return what each rank's device was seen to do, the links, and ways to choose among; collective, alike on all.
+) -> tuple[tuple[Device, ...], Mapping[str, tuple[float, float]], tuple[PairLink, ...], tuple[Way, ...]]:
+    """Return what each rank's device was seen to do, links, unlike pairs, and ways to choose among; alike on all ranks.
 
-    Links are those of `measure_links`, ways those of `measure_ways`.
+    Collective. Links and pairs are those of `measure_links`, ways those of `measure_ways`.
     """
     table = table or GroupTable()
     place = torch.device(device)
@@ -219,11 +219,11 @@ def measure_cluster(
     found = tuple(replace(d, node=node) for d, node in zip(found, nodes, strict=True))
     ways = measure_ways(table, nodes, types, device)
     table.set_links(ways, nodes)
-    links, most = measure_links(table, nodes, types, speeds, device)
+    links, pairs, most = measure_links(table, nodes, types, [d.kind for d in found], speeds, device)
     found = tuple(replace(d, bytes_per_second=most.get(rank)) for rank, d in enumerate(found))
     if "types" in links:
         found = tuple(replace(d, place={TYPE: kind}) for d, kind in zip(found, types, strict=True))
-    return _with_meetings(found, links, table, device, min(_SECONDS, _SHARE * window)), links, ways
+    return _with_meetings(found, links, table, device, min(_SECONDS, _SHARE * window)), links, pairs, ways
 
 
 def _least_seconds(device: torch.device) -> float:
@@ -290,15 +290,7 @@ def _figures(figures: Mapping[int, float | None]) -> dict[int, float]:
 
 def group_speeds(speeds: Sequence[float], tolerance: float = TOLERANCE) -> list[float]:
     """Return speeds, rounded, in which those within `tolerance` of a group's fastest are its median."""
-    result = [0.0] * len(speeds)
-    left = sorted(range(len(speeds)), key=lambda i: -speeds[i])
-    while left:
-        group = [i for i in left if speeds[i] >= speeds[left[0]] * (1 - tolerance)]
-        median = float(f"{statistics.median(speeds[i] for i in group):.3g}")
-        for index in group:
-            result[index] = median
-        left = left[len(group) :]
-    return result
+    return group_figures(speeds, tolerance)
 
 
 def pairs_to_time(nodes: Sequence[str], types: Sequence[str]) -> Mapping[Ends, tuple[int, int]]:

@@ -17,7 +17,7 @@ from operator import eq
 from hetu_fx.base.checks import check_not_negative, check_positive
 from hetu_fx.base.documents import nearest
 from hetu_fx.base.records import Key, record
-from hetu_fx.cluster.devices import Device, Link
+from hetu_fx.cluster.devices import Device, Link, PairLink
 from hetu_fx.comm_ops.plans.cost import End
 from hetu_fx.errors import ClusterError
 
@@ -92,9 +92,11 @@ def _check_levels(levels: Sequence[Level], nics: Nics | None) -> None:
 
 
 class Hierarchy:
-    """Levels, with the units that each device of a cluster stands in."""
+    """Levels, with the units that each device of a cluster stands in, and links of pairs that are not as the others."""
 
-    def __init__(self, devices: Sequence[Device], levels: Sequence[Level], nics: Nics | None) -> None:
+    def __init__(
+        self, devices: Sequence[Device], levels: Sequence[Level], nics: Nics | None, pairs: Sequence[PairLink] = ()
+    ) -> None:
         """Raises `ClusterError` for a device whose place does not fit the levels."""
         _check_levels(levels, nics)
         self._levels, self._nics, self._links = tuple(levels), nics, [level.link for level in levels]
@@ -113,8 +115,11 @@ class Hierarchy:
         self._known_rings: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._first_rings: dict[Hashable, tuple[int, ...]] = {}
         self._places = {device.rank: self._places_of(device.rank) for device in devices}
+        self._pairs = {(pair.of, pair.between): pair.link for pair in pairs}
+        self._twins = _twins(self._pairs)
         facts = {
-            d.rank: (d.most_bytes_per_second, *(len(self._members[u]) for u in self._places[d.rank])) for d in devices
+            d.rank: (d.most_bytes_per_second, self.peer(d), *(len(self._members[u]) for u in self._places[d.rank]))
+            for d in devices
         }
         kinds = {fact: number for number, fact in enumerate(dict.fromkeys(facts.values()))}
         self._kinds = {rank: kinds[fact] for rank, fact in facts.items()}
@@ -173,10 +178,22 @@ class Hierarchy:
 
     def _link(self, a: int, b: int) -> Link:
         index = self._meeting(a, b)
-        link = self._links[index]
+        pair = self._pair(a, b) if self._pairs and index > self._node else None
+        link = pair or self._links[index]
         if self._nics is None or index <= self._node or link.bytes_per_second <= self._nics.bytes_per_second:
             return link
         return Link(self._nics.bytes_per_second, link.latency_seconds)
+
+    def _pair(self, a: int, b: int) -> Link | None:
+        """Return the link of two devices' nodes, or else of their kinds, where these are told of as a pair."""
+        one, other = self._devices[a], self._devices[b]
+        nodes = min(one.node, other.node), max(one.node, other.node)
+        kinds = min(one.kind, other.kind), max(one.kind, other.kind)
+        return self._pairs.get(("nodes", nodes)) or self._pairs.get(("kinds", kinds))
+
+    def peer(self, device: Device) -> Hashable:
+        """Return what devices have in common whose links to all others are alike, wherever these stand."""
+        return (self._twins.get(device.node, ""), device.kind) if self._pairs else ""
 
     def ends(self, a: int, b: int) -> tuple[End, ...]:
         """Return what a message from `a` to `b` shares with those of other devices."""
@@ -276,6 +293,23 @@ def device_ports(devices: Sequence[Device], nics: Nics) -> dict[int, int]:
         raise ClusterError(
             f"device {strange[0]} has nic {found[strange[0]]}, but a node has {nics.per_node}, counted from 0"
         )
+    return found
+
+
+def _twins(pairs: Mapping[tuple[str, tuple[str, str]], Link]) -> dict[str, str]:
+    """Return for each node of a pair the first whose links to all others are as its own."""
+    links: dict[str, dict[str, Link]] = {}
+    for (of, names), link in pairs.items():
+        if of == "nodes":
+            for one, other in (names, names[::-1]):
+                links.setdefault(one, {})[other] = link
+
+    def beside(node: str, other: str) -> dict[str, Link]:
+        return {name: link for name, link in links[node].items() if name != other}
+
+    found: dict[str, str] = {}
+    for node in links:
+        found[node] = next((one for one in found.values() if beside(one, node) == beside(node, one)), node)
     return found
 
 

@@ -35,6 +35,7 @@ DEFAULT_PORT = 29400
 _LOG = logging.getLogger(__name__)
 _LOOPBACK_NAMES = (*LOOPBACK_NAMES, "::1")
 _STORE_SECONDS = 600.0
+_REFUSED = "hetu_fx/refused"  # the last node of another job that has come
 
 T = TypeVar("T")
 
@@ -121,7 +122,7 @@ class MembershipStore:
         self._root, self._beats = f"hetu_fx/{run_id}", Beats(silent)
         self._missing_since: dict[str, float] = {}
         self._known: Membership | None = None
-        self._failure, self._ended = "", threading.Event()
+        self._failure, self._refused, self._ended = "", "", threading.Event()
         self._answered = time.monotonic()
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hetu_fx rendezvous", daemon=True)
@@ -131,6 +132,8 @@ class MembershipStore:
     def _check_job(self, own: str) -> None:
         found = self._ask(lambda: self._store.compare_set("hetu_fx/job", "", own).decode())
         if found != own:
+            with suppress(RendezvousConnectionError):
+                self._ask(lambda: self._store.set(_REFUSED, f"{self._node} has {own}"))
             self.end()
             raise RendezvousStateError(
                 f"the rendezvous at {self.where} is of another job: it is for {found}; this node has {own} (version, "
@@ -141,6 +144,7 @@ class MembershipStore:
         """Write the first value, where there is none, and no signs of life of its members."""
 
         def write() -> None:
+            self._store.set(_REFUSED, "")
             for node in first.watched:
                 self._store.add(self._count_of(node), 0)
             self._store.compare_set(self._key, "", first.to_json())
@@ -253,13 +257,20 @@ class MembershipStore:
     def _step(self) -> None:
         watched = self._known.watched if self._known else ()
         self._store.add(self._count_of(self._node), 1)
-        text, *counts = self._store.multi_get([self._key, *map(self._count_of, watched)])
+        text, refused, *counts = self._store.multi_get([self._key, _REFUSED, *map(self._count_of, watched)])
+        self._warn_of(refused.decode())
         known, now = Membership.from_json(text.decode()), time.monotonic()
         self._known = known
         self._beats.hear(dict(zip(watched, map(int, counts), strict=True)), now)
         silent = {*self._beats.silent(now), *self._late(known, now)} & {*known.watched} - {self._node}
         if self._node in known.electorate and silent != {*known.silent.get(self._node, ())}:
             self._changed(lambda found: found.hearing(self._node, silent))
+
+    def _warn_of(self, refused: str) -> None:
+        """Say once that a node of another job has come to this one's store."""
+        if refused != self._refused:
+            self._refused = refused
+            _LOG.warning("a node of another job was refused by the rendezvous at %s: %s", self.where, refused)
 
     def _late(self, known: Membership, now: float) -> Collection[str]:
         """Return the members that do not come to a next round although there is one, for too long."""

@@ -165,9 +165,9 @@ def _json(document: Document | None) -> Any:
 
 def grown(told: tuple[int, ...], found: Sequence[float]) -> tuple[int, ...]:
     """Return the peaks to tell: those of `told`, or the larger of both where a process has had clearly more."""
-    if len(found) != len(told):
+    if found and len(found) != len(told):
         return tuple(map(int, found))
-    if all(new <= old * TOLD_GROWTH for old, new in zip(told, found, strict=True)):
+    if not found or all(new <= old * TOLD_GROWTH for old, new in zip(told, found, strict=True)):
         return told
     return tuple(max(old, int(new)) for old, new in zip(told, found, strict=True))
 

@@ -144,7 +144,7 @@ class Adaptation:
             self.tracker.refine_anew()
         seconds = dict(enumerate(facts.compute_seconds))
         if was_planning:
-            del seconds[0]  # it has shared its processor with the planner
+            seconds.pop(0, None)  # it has shared its processor with the planner
         expected = self._expected(self.cluster, report)
         standby = self.standby.observe(facts, [rank for rank, work in expected.items() if work > 0])
         self.tracker.observe(seconds, expected, standby)

@@ -77,7 +77,7 @@ class Standby:
 
         A device that is alone is never without work, and runs none.
         """
-        self._longest_seconds = max(facts.compute_seconds, default=0.0)
+        self._longest_seconds = max(facts.compute_seconds, default=self._longest_seconds)
         probes = dict(enumerate(facts.probe_seconds))
         self.baselines.take(probes)
         if len(probes) > 1 and not self.baselines.is_known(self.rank):

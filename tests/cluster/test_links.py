@@ -5,16 +5,19 @@ from typing import Any
 import pytest
 
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.devices import PairLink
 from hetu_fx.cluster.links import (
     COLLECTIVES,
     TimedGroup,
     groups_to_time,
-    inter_pairs,
     neighbours,
+    node_rounds,
     node_units,
     pairs_of_types,
     settled_limits,
+    settled_pairs,
     timed_collective,
+    tournament,
 )
 from hetu_fx.cluster.timed import SIZES
 from hetu_fx.comm_ops.plans.cost import cheapest_ring_cost
@@ -26,13 +29,46 @@ def test_neighbours_in_speed_inside_nodes_are_timed_and_no_rank_twice_in_a_round
     assert neighbours(nodes, speeds) == ([(0, 6), (2, 5), (4, 1)], [(6, 2)])
 
 
-def test_between_nodes_the_fastest_ranks_of_neighbours_are_timed() -> None:
-    assert inter_pairs("abacba", [4.0, 1.0, 2.0, 1.0, 3.0, 1.0]) == [(0, 4), (4, 3)]
+def test_between_nodes_the_fastest_ranks_of_each_two_are_timed_in_disjoint_pairs() -> None:
+    rounds = node_rounds("abacba", "xxxxxx", [4.0, 1.0, 2.0, 1.0, 3.0, 1.0])
+    assert sorted(sorted(pair) for pairs in rounds for pair in pairs) == [[0, 3], [0, 4], [3, 4]]
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_in_a_tournament_each_two_meet_once_and_nobody_twice_in_a_round(count: int) -> None:
+    rounds = tournament(count)
+    met = [pair for pairs in rounds for pair in pairs]
+    assert sorted(met) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+    assert all(len({player for pair in pairs for player in pair}) == 2 * len(pairs) for pairs in rounds)
+    assert len(rounds) == max(0, count - 1 + count % 2)
+
+
+def test_of_many_nodes_each_two_kinds_are_timed() -> None:
+    nodes = [str(number) for number in range(20)]
+    rounds = node_rounds(nodes, ["x"] * 5 + ["y"] * 15, [1.0] * 20)
+    assert rounds[0] == [(0, 1), (2, 3)]
+    assert [len(pairs) for pairs in rounds] == [2, 7, 5]
+    timed = {pair: (9.0 if pair == (0, 1) else 90.0, 0.0) for pairs in rounds for pair in pairs}
+    usual, unlike = settled_pairs(timed, nodes, ["x"] * 5 + ["y"] * 15)
+    assert usual == (90.0, 0.0)
+    assert unlike == (PairLink(("x", "x"), 49.5, of="kinds"),)
+
+
+def test_a_slow_machine_makes_no_other_link_slow() -> None:
+    """Figures that differ little are one; what most pairs have is the link between nodes."""
+    names = "abcd"
+    timed = {(0, 1): (100.0, 1e-5), (0, 2): (90.0, 2e-5), (1, 2): (98.0, 3e-5)}
+    timed |= {(0, 3): (10.0, 2e-5), (1, 3): (11.0, 1e-3)}
+    usual, unlike = settled_pairs(timed, names, "xxxx")
+    assert usual == (98.0, 2e-5)
+    assert unlike == (PairLink(("a", "d"), 10.5, 2e-5), PairLink(("b", "d"), 10.5, 1e-3))
+    assert settled_pairs({(0, 1): (7.0, 0.0)}, names, "xxxx") == ((7.0, 0.0), ())
+    assert settled_pairs({}, "a", "x") == (None, ())
 
 
 def test_of_equal_devices_the_first_are_timed_and_a_lone_one_is_not() -> None:
     assert neighbours("aaa", [1.0] * 3) == ([(0, 1)], [(1, 2)])
-    assert (neighbours("a", [1.0]), inter_pairs("aa", [1.0, 1.0])) == (([], []), [])
+    assert (neighbours("a", [1.0]), node_rounds("aa", "xx", [1.0, 1.0])) == (([], []), [])
 
 
 def test_a_rank_reaches_what_it_does_with_the_next_faster_one_and_equal_ones_their_median() -> None:

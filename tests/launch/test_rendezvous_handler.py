@@ -199,12 +199,16 @@ def test_an_endpoint_that_nobody_serves_is_an_error_with_its_address() -> None:
 
 
 @pytest.mark.parametrize("unlike", ["id", "secret"])
-def test_a_node_of_another_job_is_told_so(where: str, unlike: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_of_another_job_is_told_so_and_so_are_those_of_the_job(
+    where: str, unlike: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv(SECRET, "one")
     with nodes(where, 1, 1, 2):
         monkeypatch.setenv(SECRET, "another" if unlike == "secret" else "one")
         with pytest.raises(RendezvousStateError, match="of another job"):
             HetuRendezvous(parameters(where, 1, 2, "another" if unlike == "id" else "job"))
+        until(lambda: "a node of another job was refused" in caplog.text)
+        assert caplog.text.count("was refused") == 1
 
 
 @pytest.mark.parametrize(

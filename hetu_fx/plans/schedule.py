@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -55,10 +55,6 @@ Passage = tuple[int, int, int]
 
 Sending = tuple[Passage, int]
 """What goes through a chunk of a stage, and another part of the pipeline that it may make something for."""
-
-
-Leaves = Callable[[tuple["Order", ...], int], Mapping[Sending, int]]
-"""What says for a stage after how many of its entries something leaves, or comes."""
 
 
 def cuts_backwards(schedule: Schedule) -> bool:

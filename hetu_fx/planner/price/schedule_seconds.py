@@ -7,7 +7,7 @@ over counts with it, as if nothing overlapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import add
@@ -17,7 +17,7 @@ from hetu_fx.planner.price.stage_seconds import StageCosts
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.parts import DeviceDeal
 from hetu_fx.plans.plan import Schedule, micro_batch_rows
-from hetu_fx.plans.schedule import BACKWARD, FORWARD, PHASES, Action, Leaves, Passage, departures, stage_orders
+from hetu_fx.plans.schedule import BACKWARD, FORWARD, PHASES, Action, Order, Passage, Sending, departures, stage_orders
 
 Columns = tuple[tuple[float, ...], ...]
 """Seconds by stage: of each micro-batch in one phase of the schedule (`PHASES`), then in the next.
@@ -30,6 +30,9 @@ _HANDED = {FORWARD: 0, BACKWARD: 1}
 """Forwards hand over first, then backwards, whole or in halves."""
 
 Seconds = Callable[[int], float]
+
+Leaves = Callable[[tuple[Order, ...], int], Mapping[Sending, int]]
+"""What says of a stage after how many of its entries something leaves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ class HomeWay:
         return line.fixed + max(line.slope, self.share(start, stop) * self.busiest)
 
     def _ring_line(self, direction: Direction, size: float, ring: Ring) -> Line:
-        return ring_line(direction, size, ring, self._cluster, self._zero)
+        return _ring_line(direction, size, ring, self._cluster, self._zero)
 
     def _sizes(self, start: int, stop: int) -> Iterator[tuple[float, Ring]]:
         """Yield the bytes of blocks on each device, and those that it meets: one of each other stage."""
@@ -188,7 +188,7 @@ def _rings(ranks: Iterable[Ring], others: Sequence[int], cluster: Cluster) -> It
         yield own, alike[place]
 
 
-def ring_line(direction: Direction, size: float, ring: Ring, cluster: Cluster, zero: int) -> Line:
+def _ring_line(direction: Direction, size: float, ring: Ring, cluster: Cluster, zero: int) -> Line:
     """Return latency, and seconds, of a gather, or of a sum of gradients, of `size` bytes around a ring."""
     term = 1 if direction == "gather" else 0
     empty, full = (sync_seconds(count, ring, cluster, zero)[term] for count in (0.0, size))
@@ -204,7 +204,7 @@ def tied_ways(
         if len(ring) > 1:  # else they are chunks of one stage
             readers = tuple(dict.fromkeys(rank for part in held for rank in part.devices))
             traffic = turn_traffic(ring, one.bytes, 1 if zero else 2, cluster)
-            yield readers, ring_line(direction, one.bytes, ring, cluster, zero), traffic
+            yield readers, _ring_line(direction, one.bytes, ring, cluster, zero), traffic
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,10 +225,10 @@ def exchanges(one: Kinds, other: Kinds) -> Iterator[tuple[Kinds, Kinds]]:
     for mine in (None, *dict.fromkeys(one)):
         for theirs in (None, *dict.fromkeys(other)):
             if mine != theirs:
-                yield replace_kind(one, mine, theirs), replace_kind(other, theirs, mine)
+                yield _replace_kind(one, mine, theirs), _replace_kind(other, theirs, mine)
 
 
-def replace_kind(kinds: Kinds, gone: GroupKind | None, new: GroupKind | None) -> Kinds:
+def _replace_kind(kinds: Kinds, gone: GroupKind | None, new: GroupKind | None) -> Kinds:
     left = list(kinds)
     if gone is not None:
         left.remove(gone)
@@ -301,7 +301,7 @@ class Placer:
         slim = []
         for filled, count in zip(placement.pipelines, placement.micro_batches, strict=True):
             for kind in sorted(filled.kinds, reverse=True):
-                less = self.filler.fill(replace_kind(filled.kinds, kind, None)) if len(filled.kinds) > 1 else None
+                less = self.filler.fill(_replace_kind(filled.kinds, kind, None)) if len(filled.kinds) > 1 else None
                 is_enough = less is not None and less.bottleneck * count <= placement.seconds
                 if less is not None and is_enough and less.fill_seconds < filled.fill_seconds:
                     filled = less

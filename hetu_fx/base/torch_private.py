@@ -33,14 +33,16 @@ from torch._functorch import eager_transforms
 from torch._guards import detect_fake_mode as detect_fake_mode  # the mode that given values were made in
 from torch._ops import HigherOrderOperator as HigherOrderOperator  # regions of a captured graph
 from torch._ops import OpOverload as OpOverload  # what a node of a captured graph calls
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # shapes without numbers
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # shapes without numbers
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.autograd.function import _is_setup_context_defined
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
 from torch.fx import graph_module
 from torch.fx.experimental.proxy_tensor import decompose, get_proxy_mode, get_proxy_slot, has_proxy_slot, set_proxy_slot
-from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.sym_node import SymNode as SymNode  # what a symbolic size is, each one of its own
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
@@ -324,10 +326,57 @@ def takes_boxed_arguments(compiled: Any) -> bool:
     return bool(getattr(compiled, "_boxed_call", False))
 
 
+@contextmanager
+def dispatching_by(mode: FakeTensorMode, dispatch: Callable[..., Any]) -> Iterator[None]:
+    """Let `dispatch` give what ops give in this mode, by (op, types, args, kwargs)."""
+    with mock.patch.object(mode, "dispatch", dispatch):
+        yield
+
+
+def version_of_sizes(mode: FakeTensorMode) -> int:
+    """Return what changes with each thing that a mode finds out of its sizes."""
+    assert mode.shape_env is not None, "it has symbolic sizes"
+    return mode.shape_env._version_counter
+
+
+def is_traced_by_proxies() -> bool:
+    """Tell whether what is done with symbolic sizes now becomes part of a graph."""
+    return get_proxy_mode() is not None
+
+
+keys_of_kernels = torch._C._dispatch_key_set  # which kernels of an op a tensor leads to
+
+
+def copied_size(node: SymNode) -> SymNode:
+    """Return a symbolic size that is equal to another, and not the same one."""
+    return SymNode(node._expr, node.shape_env, node.pytype, node._hint, node.constant, node.fx_node)
+
+
+def fake_of_form(
+    mode: FakeTensorMode,
+    sizes: Sequence[Any],
+    strides: Sequence[Any],
+    offset: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    memory: Any,
+) -> FakeTensor:
+    """Return a fake tensor that shares the `memory` of another one, or has so many bytes of its own."""
+    assert mode.shape_env is not None, "it has symbolic sizes"
+    with mode.shape_env.suppress_guards(), in_kernel_invocation_manager(mode):
+        if not isinstance(memory, Tensor):
+            storage = torch.empty(memory, dtype=torch.uint8, device="meta").untyped_storage()
+            memory = torch.empty(0, dtype=dtype, device="meta").set_(storage, 0, (0,), (1,))
+        elif memory.dtype != dtype:
+            memory = torch.empty(0, dtype=dtype, device="meta").set_(memory.untyped_storage(), 0, (0,), (1,))
+        return FakeTensor(mode, memory.as_strided(sizes, strides, offset), device)
+
+
 def without_fake_tensor_cache() -> AbstractContextManager[None]:
     """Do not remember what ops on fake tensors gave.
 
-    With symbolic sizes, torch works out each entry twice; that costs more than its hits save.
+    With symbolic sizes, torch works out each entry twice; that costs more than its hits save
+    (`graph.tracing.known_results` remembers them at less).
     """
     patch: AbstractContextManager[None] = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
     return patch

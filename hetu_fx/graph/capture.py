@@ -59,6 +59,7 @@ from hetu_fx.graph.shared_memory import overlapping
 from hetu_fx.graph.tracing.autocasts import ambient_autocasts
 from hetu_fx.graph.tracing.compared_rows import ComparedRows
 from hetu_fx.graph.tracing.derivatives import Derivatives, DerivativeTaken, transforms_as_derivatives
+from hetu_fx.graph.tracing.known_results import known_results
 from hetu_fx.graph.tracing.other_forms import open_lengths, without_numbers
 from hetu_fx.graph.tracing.raising_checks import RaisingChecks
 from hetu_fx.graph.tracing.read_values import KnownValues
@@ -248,6 +249,7 @@ class _Program(nn.Module):
         batch = unflatten(self.input_tree, inputs)
         args, kwargs = as_call(batch)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(known_results(self.output.mode))
             derivatives = Derivatives() if self.takes_derivatives else None
             seen = stack.enter_context(NothingUnseen(derivatives))
             stack.enter_context(no_backward_is_lost())

@@ -394,6 +394,38 @@ def tells_a_defect_of_the_compiler_from_a_missing_compiler() -> bool:
     return list(map(torch_compile.is_compiler_defect, wrapped)) == [True, False, False]
 
 
+def made_of_form() -> bool:
+    mode = fake_mode()
+    size = private.new_size(mode, "size", 6)
+    whole = private.fake_of_form(mode, (size, 2), (2, 1), 0, torch.float32, HOST, 8 * size)
+    part = private.fake_of_form(mode, (size,), (2,), 1, torch.int32, HOST, whole)
+    shared = {private.storage_key(one.untyped_storage()) for one in (whole, part)}
+    return private.is_fake(part) and part.shape[0] == size and part.dtype == torch.int32 and len(shared) == 1
+
+
+def results_dispatched() -> bool:
+    mode, said = fake_mode(), list[Any]()
+    own, x = mode.dispatch, mode.from_tensor(torch.ones(2))
+    with private.dispatching_by(mode, lambda op, *rest: (said.append(op), own(op, *rest))[1]):
+        torch.exp(x)
+    torch.exp(x)
+    return said.count(EXP) == 1
+
+
+def versions_told() -> bool:
+    mode = fake_mode()
+    size, other = private.new_size(mode, "size", 6), private.new_size(mode, "other", 6)
+    before = private.version_of_sizes(mode)
+    assert size == other
+    return private.version_of_sizes(mode) != before
+
+
+def sizes_copied() -> bool:
+    node = (private.new_size(fake_mode(), "size", 6) * 2).node
+    copied = private.copied_size(node)
+    return copied is not node and (copied.expr, copied.hint) == (node.expr, 12)
+
+
 CALLS: dict[str, Callable[[], Any]] = {
     "torch._inductor.exc.CppCompileError torch._inductor.exc.InductorError torch._inductor.exc.InvalidCxxCompiler": (
         tells_a_defect_of_the_compiler_from_a_missing_compiler
@@ -462,6 +494,14 @@ CALLS: dict[str, Callable[[], Any]] = {
     "torch._guards.TracingContext torch._guards.tracing": condition_of_sizes,
     "torch._guards.detect_fake_mode torch._subclasses.fake_tensor.is_fake": lambda: (
         private.is_fake(made := fake_mode().from_tensor(torch.ones(2))) and private.detect_fake_mode([made]) is not None
+    ),
+    "torch._subclasses.fake_tensor.FakeTensor torch._subclasses.fake_tensor.in_kernel_invocation_manager": lambda: (
+        made_of_form() and results_dispatched()
+    ),
+    "_version_counter": versions_told,
+    "_expr _hint": sizes_copied,
+    "torch._C._dispatch_key_set": lambda: (
+        private.keys_of_kernels(torch.ones(2)) != private.keys_of_kernels(torch.ones(2, device="meta"))
     ),
     "torch._subclasses.fake_tensor.FakeTensorMode": lambda: (
         fake_mode().from_tensor(torch.ones(4, 3)).sum(1).shape[0] == 4

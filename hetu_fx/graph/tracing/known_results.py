@@ -1,0 +1,261 @@
+"""What ops on fake tensors have given in a trace: the same op on values of the same form gives the same form again.
+
+Most of a trace is spent on it. With symbolic sizes torch works out every result in Python, by hundreds of steps for one
+op, and does so anew for each block of a model. What it keeps itself if asked makes each result twice, at that price.
+
+An answer holds while nothing more is found out of sizes: what is found out next makes all be worked out once more, so
+that a result, and the guards that it leads to, are those of a trace that remembers nothing. A result shares the memory
+of the argument that it shared it with, and has of its sizes those that are an argument's, as the trace names sizes by
+what they were read from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import SymInt, Tensor
+
+from hetu_fx.base.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    SymNode,
+    copied_size,
+    dispatching_by,
+    fake_of_form,
+    is_told_by_values,
+    is_traced_by_proxies,
+    keys_of_kernels,
+    schema,
+    storage_key,
+    version_of_sizes,
+)
+
+Op = Callable[..., Any]
+
+_SPACES = ("aten", "prims")
+_OF_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+_RESULTS = ("Tensor", "List[Tensor]")
+_PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class _NotKnown(Exception):
+    """An op, an argument or a result is not of the kind that is remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Which size of the arguments a size of a result is."""
+
+    number: int
+
+
+_Size = int | _Place | SymNode
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Of a result: `shares` is the argument whose memory it has, None for memory of its own, of so many `bytes`."""
+
+    sizes: tuple[_Size, ...]
+    strides: tuple[_Size, ...]
+    offset: _Size
+    bytes: _Size
+    dtype: torch.dtype
+    device: torch.device
+    shares: int | None
+
+
+class _Arguments:
+    """What tells arguments of an op apart; their tensors, and their symbolic sizes, which of them are one and the same.
+
+    Raises:
+        _NotKnown: a result may depend on more than what is told.
+    """
+
+    def __init__(self, mode: FakeTensorMode, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.mode, self.tensors = mode, list[Tensor]()
+        self.sizes: dict[SymNode, int] = {}
+        self._told: list[Any] = [
+            op,
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+        ]
+        self._tell_all(args)
+        self._tell_all(tuple(kwargs.items()))
+        self.key = tuple(self._told)
+
+    def _tell_all(self, values: Sequence[Any]) -> None:
+        self._told += (len(values), type(values))
+        for value in values:
+            if isinstance(value, Tensor):
+                self._tell_tensor(value)
+            elif isinstance(value, SymInt):
+                self._tell_size(value)
+            elif isinstance(value, list | tuple):
+                self._tell_all(value)
+            elif isinstance(value, _PLAIN):
+                self._told += (type(value), value)
+            else:
+                raise _NotKnown
+
+    def _tell_tensor(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self.mode or not _is_plain(tensor):
+            raise _NotKnown
+        self.tensors.append(tensor)
+        self._told += (tensor.dtype, tensor.device, tensor.requires_grad, tensor.dim())
+        for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset()):
+            self._tell_size(size)
+
+    def _tell_size(self, size: int | SymInt) -> None:
+        if isinstance(size, int):
+            self._told.append(size)
+            return
+        known = self.sizes.get(size.node)
+        if known is not None:
+            self._told += (_Place, known)
+            return
+        self.sizes[size.node] = len(self.sizes)
+        expression = size.node.expr
+        if any(map(is_told_by_values, expression.free_symbols)):
+            raise _NotKnown
+        self._told += (SymInt, expression)
+
+    def form(self, result: Any) -> _Form:
+        """Return the form of a result; `_NotKnown` where another one like it cannot be made."""
+        if not isinstance(result, FakeTensor) or result.requires_grad or not _is_plain(result):
+            raise _NotKnown
+        if any(result is tensor for tensor in self.tensors):
+            raise _NotKnown
+        storage = _memory(result)
+        sharing = [place for place, one in enumerate(self.tensors) if _memory(one) == storage]
+        if len(sharing) > 1:
+            raise _NotKnown
+        return _Form(
+            sizes=tuple(map(self._size, result.shape)),
+            strides=tuple(map(self._size, result.stride())),
+            offset=self._size(result.storage_offset()),
+            bytes=self._size(result.untyped_storage().nbytes()),
+            dtype=result.dtype,
+            device=result.device,
+            shares=sharing[0] if sharing else None,
+        )
+
+    def _size(self, size: int | SymInt) -> _Size:
+        if isinstance(size, int):
+            return size
+        number = self.sizes.get(size.node)
+        if number is not None:
+            return _Place(number)
+        if not size.node.expr.free_symbols <= self._symbols():
+            raise _NotKnown
+        return size.node
+
+    def _symbols(self) -> set[sympy.Symbol]:
+        return {symbol for node in self.sizes for symbol in node.expr.free_symbols}
+
+    def made(self, form: _Form) -> Tensor:
+        """Return a tensor of a form."""
+        given = tuple(self.sizes)
+
+        def size(of: _Size) -> int | SymInt:
+            if isinstance(of, int):
+                return of
+            return SymInt(given[of.number] if isinstance(of, _Place) else copied_size(of))
+
+        sizes, strides = tuple(map(size, form.sizes)), tuple(map(size, form.strides))
+        shared = size(form.bytes) if form.shares is None else self.tensors[form.shares]
+        return fake_of_form(self.mode, sizes, strides, size(form.offset), form.dtype, form.device, shared)
+
+
+def _memory(tensor: Tensor) -> int:
+    return storage_key(tensor.untyped_storage())
+
+
+def _is_plain(tensor: FakeTensor) -> bool:
+    return (
+        tensor.constant is None
+        and tensor.layout == torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+class _KnownResults:
+    """What ops of a mode have given; the type of several results, None for one, and their forms."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode, self.work_out = mode, mode.dispatch
+        self._known: dict[tuple[Any, ...], tuple[type | None, tuple[_Form, ...]]] = {}
+        self._version, self._is_inside = -1, False
+        self._remembered: dict[Op, bool] = {}
+
+    def dispatch(self, op: Op, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Return what an op gives, as the mode does."""
+        kwargs = kwargs or {}
+        if self._is_inside or not self._is_remembered(op) or is_traced_by_proxies():
+            return self.work_out(op, types, args, kwargs)
+        try:
+            given = _Arguments(self.mode, op, args, kwargs)
+        except _NotKnown:
+            return self.work_out(op, types, args, kwargs)
+        self._forget_old()
+        known = self._known.get(given.key)
+        if known is not None:
+            kind, forms = known
+            made = list(map(given.made, forms))
+            return made[0] if kind is None else kind(made)
+        self._is_inside = True
+        try:
+            result = self.work_out(op, types, args, kwargs)
+        finally:
+            self._is_inside = False
+        self._forget_old()
+        self._remember(given, result)
+        return result
+
+    def _is_remembered(self, op: Op) -> bool:
+        """Tell whether results of an op follow from the forms of its arguments."""
+        found = self._remembered.get(op)
+        if found is None:
+            found = self._remembered[op] = (
+                isinstance(op, OpOverload)
+                and op.namespace in _SPACES
+                and not schema(op).is_mutable
+                and not any(tag in op.tags for tag in _OF_VALUES)
+                and all(str(returned.type) in _RESULTS for returned in schema(op).returns)
+            )
+        return found
+
+    def _forget_old(self) -> None:
+        version = version_of_sizes(self.mode)
+        if version != self._version:
+            self._known.clear()
+            self._version = version
+
+    def _remember(self, given: _Arguments, result: Any) -> None:
+        kind = None if isinstance(result, Tensor) else list if isinstance(result, list) else tuple
+        results = (result,) if kind is None else tuple(result)
+        try:
+            forms = tuple(map(given.form, results))
+        except _NotKnown:
+            return
+        own = [_memory(one) for one, form in zip(results, forms, strict=True) if form.shares is None]
+        made = [keys_of_kernels(given.made(form)) for form in forms]
+        if len(set(own)) == len(own) and made == list(map(keys_of_kernels, results)):
+            self._known[given.key] = kind, forms
+
+
+@contextmanager
+def known_results(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Let a mode remember what ops give; None: nothing is traced."""
+    if mode is None or mode.shape_env is None:
+        yield
+        return
+    with dispatching_by(mode, _KnownResults(mode).dispatch):
+        yield

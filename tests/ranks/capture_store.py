@@ -20,7 +20,6 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorT
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.mutants.mutant import VARIABLE as MUTANT
 from hetu_fx.graph.graph import Graph
@@ -75,13 +74,13 @@ class Place:
 
 
 @contextmanager
-def place_of(key: tuple[Any, ...], model: nn.Module) -> Iterator[Place | None]:
+def place_of(key: tuple[Any, ...]) -> Iterator[Place | None]:
     """Give the place of a key, which no other process has meanwhile; None if there is no such place."""
     if FOLDER not in os.environ:
         yield None
         return
     try:
-        text = told((*key, *_told_classes(model), os.environ.get(MUTANT)))
+        text = told((*key, os.environ.get(MUTANT)))
     except OnlyItselfError:
         yield None
         return
@@ -123,11 +122,3 @@ def told(value: Any) -> str:
 
 def _closure(function: FunctionType) -> tuple[Any, ...]:
     return tuple(cell.cell_contents for cell in function.__closure__ or ())
-
-
-def _told_classes(model: nn.Module) -> Iterator[str]:
-    """Yield what the code of modules is: names of classes that tests make are not all unlike."""
-    for kind in dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__):
-        if kind not in (nn.Module, object):
-            code = [told(value.__code__) for value in vars(kind).values() if isinstance(value, FunctionType)]
-            yield f"{told(kind)}:{','.join(code)}"

@@ -63,7 +63,7 @@ def remembered(it: Tracer, batch: Batch, training: bool) -> Any:
         return trace_once(it, batch, training)
     if key in _known and (again := played(it, batch, training, _known[key])):
         return again
-    with place_of(key, it.model) as place:
+    with place_of(key) as place:
         if place is not None and (again := taken(it, batch, training, key, place)):
             return again
         found = trace_once(it, batch, training)

@@ -11,7 +11,7 @@ what they were read from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,7 @@ from hetu_fx.base.torch_private import (
     version_of_sizes,
 )
 
-Op = Callable[..., Any]
+Op = Any  # an op of torch, or what else a mode is given
 
 _SPACES = ("aten", "prims")
 _OF_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
@@ -155,7 +155,8 @@ class _Arguments:
             return _Place(number)
         if not size.node.expr.free_symbols <= self._symbols():
             raise _NotKnown
-        return size.node
+        node: SymNode = size.node
+        return node
 
     def _symbols(self) -> set[sympy.Symbol]:
         return {symbol for node in self.sizes for symbol in node.expr.free_symbols}

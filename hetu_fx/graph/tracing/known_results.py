@@ -49,13 +49,13 @@ class _NotKnown(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _GivenSize:
     """Which size of the arguments a size of a result is."""
 
     number: int
 
 
-_Size = int | _Place | SymNode
+_Size = int | _GivenSize | SymNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class _Form:
     shares: int | None
 
 
-class _Arguments:
+class _GivenForms:
     """What tells arguments of an op apart; their tensors, and their symbolic sizes, which of them are one and the same.
 
     Raises:
@@ -119,7 +119,7 @@ class _Arguments:
             return
         known = self.sizes.get(size.node)
         if known is not None:
-            self._told += (_Place, known)
+            self._told += (_GivenSize, known)
             return
         self.sizes[size.node] = len(self.sizes)
         expression = size.node.expr
@@ -152,7 +152,7 @@ class _Arguments:
             return size
         number = self.sizes.get(size.node)
         if number is not None:
-            return _Place(number)
+            return _GivenSize(number)
         if not size.node.expr.free_symbols <= self._symbols():
             raise _NotKnown
         node: SymNode = size.node
@@ -168,7 +168,7 @@ class _Arguments:
         def size(of: _Size) -> int | SymInt:
             if isinstance(of, int):
                 return of
-            return SymInt(given[of.number] if isinstance(of, _Place) else copied_size(of))
+            return SymInt(given[of.number] if isinstance(of, _GivenSize) else copied_size(of))
 
         sizes, strides = tuple(map(size, form.sizes)), tuple(map(size, form.strides))
         shared = size(form.bytes) if form.shares is None else self.tensors[form.shares]
@@ -202,7 +202,7 @@ class _KnownResults:
         if self._is_inside or not self._is_remembered(op) or is_traced_by_proxies():
             return self.work_out(op, types, args, kwargs)
         try:
-            given = _Arguments(self.mode, op, args, kwargs)
+            given = _GivenForms(self.mode, op, args, kwargs)
         except _NotKnown:
             return self.work_out(op, types, args, kwargs)
         self._forget_old()
@@ -239,7 +239,7 @@ class _KnownResults:
             self._known.clear()
             self._version = version
 
-    def _remember(self, given: _Arguments, result: Any) -> None:
+    def _remember(self, given: _GivenForms, result: Any) -> None:
         kind = None if isinstance(result, Tensor) else list if isinstance(result, list) else tuple
         results = (result,) if kind is None else tuple(result)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -31,6 +32,10 @@ SECONDS_IN_ALL = 420
 TESTS_OF_CAPTURES = ("graph", "program")
 CAPTURES = "HETU_FX_TESTS_CAPTURES"  # as `ranks.capture_store`, which imports torch, has it
 DISTRIBUTED = "mark.distributed"  # stands in all files that have such tests
+
+# Pytest listens to loggers that do not propagate, too. To this one torch tells, while it traces, where each size is from,
+# with the whole stack: a tenth of a capture. Nobody reads it here.
+logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
 
 gc.disable()  # until all is collected: what is imported stays
 

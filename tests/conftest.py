@@ -33,7 +33,7 @@ TESTS_OF_CAPTURES = ("graph", "program")
 CAPTURES = "HETU_FX_TESTS_CAPTURES"  # as `ranks.capture_store`, which imports torch, has it
 DISTRIBUTED = "mark.distributed"  # stands in all files that have such tests
 
-# Pytest listens to loggers that do not propagate, too. To this one torch tells, while it traces, where each size is from,
+# Pytest listens to loggers that do not propagate, too. Torch tells this one, while it traces, where each size is from,
 # with the whole stack: a tenth of a capture. Nobody reads it here.
 logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
 

@@ -250,7 +250,12 @@ class GroupTable:
         return self._base
 
     def to_global(self, rank: int) -> int:
-        """Return torch.distributed's rank of a logical rank."""
+        """Return torch.distributed's rank of a logical rank; raises CommError where there is no such rank."""
+        if rank >= self.size:
+            raise CommError(
+                f"rank {rank} is not one of {self.size}\n"
+                "hint: start the job with torchrun, with as many processes as there are ranks to communicate with"
+            )
         return self._globals[rank]
 
     def position(self, ranks: Sequence[int]) -> int:

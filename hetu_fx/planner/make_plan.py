@@ -119,7 +119,7 @@ def make_plans(problem: Problem, search: str = DEFAULT) -> tuple[Plan, ...]:
     problem = replace(problem, time_limit=TimeLimit(problem.options.seconds))
     found = _allowed(chosen.find(problem), problem) or _allowed(chosen.find(problem.thinner), problem)
     if not found:
-        raise PlanError(_nothing_fits(problem))
+        raise PlanError(_nothing_fits(problem, chosen))
     found = _moved(found, problem)
     lengths = sorted({plan.max_length for plan in found}, key=lambda length: (length is None, length))
     return tuple(_best(chosen, problem, _of_length(found, length)) for length in lengths)
@@ -305,19 +305,24 @@ def _stage_shape(stage: Stage, cluster: Cluster) -> tuple[list[float], int]:
     return sorted(cluster.device(rank).speed for rank in stage.devices), stage.blocks or 0
 
 
-def _nothing_fits(problem: Problem) -> str:
+def _nothing_fits(problem: Problem, search: Search) -> str:
     costs, cluster, options = problem.costs, problem.cluster, problem.options
     need = costs.state.whole_share * costs.whole.parameter_bytes
     have = sum(device.memory_bytes for device in cluster.devices)
     nearest = min(_extremes(problem), key=lambda one: (sum(one.lacks().values()), one.plan.summary()))
-    lacking = (f"device {rank} {bytes_text(count)}" for rank, count in nearest.lacks().items() if count)
+    short = f"{short_text(nearest.plan.pipelines)} with zero {nearest.plan.zero}"
+    lacking = [f"device {rank} {bytes_text(count)}" for rank, count in nearest.lacks().items() if count]
+    if not lacking:
+        return (
+            f"search {search.name!r} finds no plan, though {short} fits memory. It is for {search.applies}\n"
+            f"hint: ask another search{_or_allow(options)}"
+        )
     ways = "".join(f"; {way}" for way in _ways_out(nearest, problem))
     return (
         f"no plan fits the memory of devices {ranks_text(cluster.ranks)}: parameters, gradients and optimizer "
         f"states are {bytes_text(need)}, one row keeps {bytes_text(costs.whole.activation_bytes)} of "
         f"activations. The devices have {bytes_text(have)} together, and plans may use "
-        f"{options.memory_fraction:.0%} of it. The plan that lacks least, {short_text(nearest.plan.pipelines)} with "
-        f"zero {nearest.plan.zero}, lacks {', '.join(lacking) or 'nothing, but is not allowed'}\n"
+        f"{options.memory_fraction:.0%} of it. The plan that lacks least, {short}, lacks {', '.join(lacking)}\n"
         f"hint: use more or larger devices, or shorter sequences{_or_allow(options)}{ways}"
     )
 

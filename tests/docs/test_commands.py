@@ -53,6 +53,8 @@ BENCHMARK = Held(why="minutes long, of this machine; its module and its options 
 CI = Held(why="CI is this (.ci/run); its target is looked up")
 
 HELD = {
+    "python -m benchmarks.scale --part tree": BENCHMARK,
+    "python -m benchmarks.scale --part processes": BENCHMARK,
     "make package": CI,
     "make smoke TORCH='torch==2.11.*'": CI,
     "make test TORCH=torch==2.14.1 VENV=build/venv-2.14.1": Held(why="gigabytes, and what CI runs under another torch"),

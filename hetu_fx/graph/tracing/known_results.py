@@ -229,6 +229,7 @@ class _KnownResults:
                 and op.namespace in _SPACES
                 and not schema(op).is_mutable
                 and not any(tag in op.tags for tag in _OF_VALUES)
+                and bool(schema(op).returns)  # what gives nothing checks sizes, or says what is known of them
                 and all(str(returned.type) in _RESULTS for returned in schema(op).returns)
             )
         return found

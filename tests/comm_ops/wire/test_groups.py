@@ -120,6 +120,11 @@ def test_another_ranks_communication_is_refused():
         GroupTable().position([1, 2])
 
 
+def test_a_rank_that_is_not_there_is_told_of() -> None:
+    with pytest.raises(CommError, match=r"rank 1 is not one of 1\nhint: start the job with torchrun"):
+        GroupTable().to_global(1)
+
+
 def test_host_tensors_are_not_staged():
     assert not GroupTable().is_staged(torch.device("cpu"))
 

@@ -13,12 +13,16 @@ import pytest
 from hetu_fx.planner.make_plan import make_plans, question_key
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.searches import SEARCHES
+from hetu_fx.planner.values.profile_file import Profile
 from tests.planner.search.hydraulis.test_adapter import PROBLEM
 from tests.planner.search.malleus.test_adapter import MODEL, eight
 from tests.planner.search.nets import UNEQUAL, problem
+from tests.planner.search.test_sharded import COSTS, paper
+from tests.planner.search.test_sharded import TIGHT as TIGHT_BYTES
 
 ROOT = Path(__file__).parents[3]
 SLOWED = Problem(MODEL, eight({0: 2.6, 5: 1.4}).without([2, 3, 6, 7]))
+TIGHT = Problem(Profile(COSTS), paper(*[100] * 4, memory_bytes=TIGHT_BYTES))
 RAGGED = Problem(MODEL, eight({}).without([7]))
 
 
@@ -31,7 +35,7 @@ def test_every_search_answers_the_same_whatever_the_hashes_are() -> None:
 
 def answers() -> str:
     """Ask every search; print what this process, whose hashes are its own, is told."""
-    problems = {"hydraulis": PROBLEM, "hap": problem(UNEQUAL), "ragged": RAGGED}
+    problems = {"hydraulis": PROBLEM, "hap": problem(UNEQUAL), "ragged": RAGGED, "sharded": TIGHT}
     return "\n".join(f"{name} {_answer(name, problems.get(name, SLOWED))}" for name in SEARCHES)
 
 

@@ -98,3 +98,9 @@ def test_a_step_by_units_takes_its_work_and_what_shows_of_gathers_and_gradients(
 def test_a_step_by_units_is_not_simulated_job_by_job() -> None:
     with pytest.raises(PlanError, match="simulate it under zero 2"):
         simulate(Plan.data_parallel(4, zero=3), COSTS, paper(*[100] * 4))
+
+
+def test_who_asks_for_it_where_whole_gradients_fit_is_told_so() -> None:
+    cluster = paper(*[100] * 4, memory_bytes=10 * ROOMY)
+    with pytest.raises(PlanError, match=r"search 'sharded' finds no plan, though .* fits memory"):
+        make_plan(COSTS, cluster, search="sharded")

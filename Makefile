@@ -1,7 +1,7 @@
 # make demo and make test need nothing but Python 3.11 or newer: the first call makes .venv.
 #
-#   make test      every test: first those that need no processes, then the distributed ones; and a sixteenth of
-#                  the benchmarks, another one for each commit: do they still run?
+#   make test      every test: first those that need no processes, then the distributed ones; and an eighth of the
+#                  benchmarks, another one for each commit: do they still run?
 #   make parity    the whole parity matrix (make test runs a covering selection)
 #   make lint      ruff (rules and format) and mypy
 #   make smoke TORCH='torch==2.11.*'   the smallest tests under another torch, in build/venv-VERSION; SMALL=1 skips a
@@ -66,7 +66,7 @@ test: setup
 	@$(PYTEST) -m "distributed and not gpu" --timeout 600 -n auto --maxprocesses 2 --dist loadfile
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  $(PYTEST) -m gpu --timeout 600 || [ $$? = 5 ]; fi
-	@$(SETTINGS) timeout 900 $(BIN)/python -m benchmarks.smoke --share 16 --seconds 400
+	@$(SETTINGS) timeout 900 $(BIN)/python -m benchmarks.smoke --share 8 --seconds 400
 
 parity: setup
 	@HETU_FX_PARITY=full $(PYTEST) tests/end_to_end -m "distributed and not gpu" --timeout 3600

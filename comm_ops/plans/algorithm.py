@@ -110,4 +110,9 @@ def by_node(ranks: tuple[int, ...], nodes: tuple[int, ...]) -> tuple[tuple[int, 
 
 def lanes(levels: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
     """List groups of one rank of every node, as many as the fullest node has ranks; others' ranks take turns."""
-    return tuple(tuple(ranks[lane % len(ranks)] for ranks in levels) for lane in range(max(map(len, levels))))
+    return tuple(lane_at(levels, place) for place in range(max(map(len, levels))))
+
+
+def lane_at(levels: tuple[tuple[int, ...], ...], place: int) -> tuple[int, ...]:
+    """Return the group at one place of `lanes`."""
+    return tuple(ranks[place % len(ranks)] for ranks in levels)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.states import even_sizes
-from hetu_fx.comm_ops.plans.algorithm import by_node, lanes, member_tiers
+from hetu_fx.comm_ops.plans.algorithm import by_node, lane_at, lanes, member_tiers
 from hetu_fx.comm_ops.wire.collectives import Exchange, FlatCollectives, GroupCollectives, Made, PaddedCollectives
 from hetu_fx.comm_ops.wire.flat import dense
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -139,7 +139,7 @@ class TwoLevelCollectives(GroupCollectives):
         sizes = [*even_sizes(x.numel(), count), *([0] * (len(inside) - count))]
         mine = self._part_of(dense(x).view(-1).split(sizes), inside)
         if place < count:
-            lane = lanes(levels)[place]
+            lane = lane_at(levels, place)
             mine = self._sum_of(mine, lane, self._outer(lane))
         return torch.cat(self._parts_of(mine, [[size] for size in sizes], inside)).view(x.shape)
 

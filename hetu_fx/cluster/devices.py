@@ -94,6 +94,10 @@ class Device:
         chip = find_chip(self.kind)
         return self.memory_bytes_per_second or (chip.memory_bytes_per_second if chip else None)
 
+    def usable_bytes(self, fraction: float) -> int:
+        """Return the bytes of its memory that plans may use, a fraction of all."""
+        return int(self.memory_bytes * fraction)
+
     def at(self, flops_per_second: float) -> Device:
         """Return the device at another speed: it moves its memory and runs ops faster in the same proportion."""
         memory, ratio = self.known_memory_bytes_per_second, flops_per_second / self.flops_per_second

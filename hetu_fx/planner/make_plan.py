@@ -369,14 +369,14 @@ def _extremes(problem: Problem, *, recompute: bool | None = None) -> Iterator[_E
 
 
 def _room(problem: Problem, rank: int) -> int:
-    return int(problem.cluster.device(rank).memory_bytes * problem.options.memory_fraction)
+    return problem.cluster.device(rank).usable_bytes(problem.options.memory_fraction)
 
 
 def _ways_out(nearest: _Extreme, problem: Problem) -> Iterator[str]:
     """Say of what could be done instead how much would be lacking then."""
     lacks, costs = nearest.lacks(), problem.costs
     states = {rank: held["parameters"] + held["optimizer"] for rank, held in nearest.held.items()}
-    if any(lacks.values()) and all(lacks[rank] <= states[rank] for rank in lacks):
+    if all(lacks[rank] <= states[rank] for rank in lacks):
         yield f"{bytes_text(sum(lacks.values()))} of host memory for states would do"
     if not problem.options.recompute:
         again = min(sum(one.lacks().values()) for one in _extremes(problem, recompute=True))

@@ -84,10 +84,14 @@ class Chunk:
 
     device: DeviceGraph
     module: Callable[..., Any]
+    _slots: list[tuple[SlotKind, str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_slots", [(slot.kind, slot.name) for slot in self.device.slots])
 
     def arguments(self, shared: Feeds) -> _Arguments:
         """Return the arguments of a step, but for those of micro-batches."""
-        return _Arguments([(slot.kind, slot.name) for slot in self.device.slots], shared)
+        return _Arguments(self._slots, shared)
 
 
 class Engine:

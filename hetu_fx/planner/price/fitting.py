@@ -59,7 +59,7 @@ def fit_recompute(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: Pl
     if fitting is not None or not options.recompute:
         return fitting
     most = _recomputing(bare.plan, {(i, j): stage.recomputing(stage.blocks or 0) for i, j, stage in plan.stages})
-    known += _homed(_recomputing(bare.plan, {}), costs, cluster, fraction, most)
+    known += _homed(bare.plan, costs, cluster, fraction, most)
     for one in known:
         stages = _least_recompute(one, costs, cluster, fraction)
         if stages is not None:
@@ -73,7 +73,7 @@ def _homed(
     """Return a plan with homes by memory, by what devices hold under `most`; none where that is settled."""
     if plan.homes or not plan.zero or len(plan.devices) == 1:
         return []
-    limits = {rank: int(cluster.device(rank).memory_bytes * fraction) for rank in plan.devices}
+    limits = {rank: cluster.device(rank).usable_bytes(fraction) for rank in plan.devices}
     homes = homes_by_memory(most or plan, costs, limits).homes
     return [PricedStep(replace(plan, homes=homes), costs, cluster)] if homes else []
 
@@ -85,7 +85,7 @@ def _least_recompute(
     plan, asked, least = bare.plan, costs.under(bare.plan), dict[Place, _Least]()
     speeds = {device.rank: device.speed for device in cluster.devices}
     for rank, places in by_rank(placed_devices(plan, costs, speeds, bare.unlike)).items():
-        key, limit = (places[0].pipeline, places[0].stage), int(cluster.device(rank).memory_bytes * fraction)
+        key, limit = (places[0].pipeline, places[0].stage), cluster.device(rank).usable_bytes(fraction)
         known = least.get(key) or _Least.nothing(places, plan, asked)
         least[key] = known.fitting(places, limit)
         if not least[key].counts:

@@ -151,7 +151,7 @@ class PricedStep:
         """Tell whether every device has what it needs in so much of its memory."""
         asked = None if self.plan.homes else self.unlike  # whose homes may differ
         needed = ((rank, sum(count for _, count in held)) for rank, held in self._held(asked).items())
-        return all(count <= int(self._cluster.device(rank).memory_bytes * fraction) for rank, count in needed)
+        return all(count <= self._cluster.device(rank).usable_bytes(fraction) for rank, count in needed)
 
     @property
     def prediction(self) -> Prediction:
@@ -270,7 +270,7 @@ def _repeated_text(place: PricedDevice) -> str:
 
 def memory_problems(prediction: Prediction, cluster: Cluster, fraction: float = 1.0) -> tuple[str, ...]:
     """Return a line for each device that would need more than `fraction` of its memory."""
-    limits = {device.rank: int(device.memory_bytes * fraction) for device in cluster.devices}
+    limits = {device.rank: device.usable_bytes(fraction) for device in cluster.devices}
     return tuple(
         f"device {d.rank} needs {format_used_bytes(d.total_bytes, limits[d.rank])}"
         for d in prediction.devices

@@ -212,7 +212,7 @@ class _DeadlineSearch:
     def __init__(self, problem: Problem, plans: dict[Plan, float]) -> None:
         self._problem, self._costs, self._cluster = problem, problem.costs, problem.cluster
         options, devices = problem.options, problem.cluster.devices
-        memory = {d.rank: int(d.memory_bytes * options.memory_fraction) for d in devices}
+        memory = {d.rank: d.usable_bytes(options.memory_fraction) for d in devices}
         self._rules = replace(replica_rules(problem, options.zero), memory=memory)
         self.space = Space.of(problem.costs, problem.cluster, options)
         micro_rows = max(1, round(problem.costs.rows / len(devices)))

@@ -92,7 +92,7 @@ def degrees(problem: Problem) -> tuple[int, ...]:
 def situation(problem: Problem, shape: Shape, *, recompute: bool = False) -> MalleusSituation:
     """Return what Malleus plans for, all blocks recomputed or none; raises `PlanError` for a shape that cannot be."""
     rows, fraction = math.ceil(problem.costs.rows / shape.micro_batches), problem.options.memory_fraction
-    devices = [replace(d, memory_bytes=int(d.memory_bytes * fraction)) for d in problem.cluster.devices]
+    devices = [replace(d, memory_bytes=d.usable_bytes(fraction)) for d in problem.cluster.devices]
     seconds = {size: layer_seconds(problem, size, rows) for size in degrees(problem) if size <= shape.largest_group}
     return MalleusSituation(
         cluster=replace(problem.cluster, devices=tuple(devices)),

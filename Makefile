@@ -1,7 +1,8 @@
 # make demo and make test need nothing but Python 3.11 or newer: the first call makes .venv.
 #
-#   make test      every test: first those that need no processes, then the distributed ones; and an eighth of the
-#                  benchmarks, another one for each commit: do they still run?
+#   make test      tests that need no processes, then the distributed ones. Of files that take long, and of benchmarks,
+#                  a share, another for each commit: all of them take more than an hour on two cores
+#   make test-all  every test, and the smallest case of every benchmark
 #   make parity    the whole parity matrix (make test runs a covering selection)
 #   make lint      ruff (rules and format) and mypy
 #   make smoke TORCH='torch==2.11.*'   the smallest tests under another torch, in build/venv-VERSION; SMALL=1 skips a
@@ -27,10 +28,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 # Tests start hundreds of processes, which take half a second longer where compiled files may not be kept.
 SETTINGS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(if $(CAPTURES),HETU_FX_TESTS_CAPTURES=$(CAPTURES))
+# Of so many shares of the long files, and of the benchmarks, one is run.
+SHARES ?= 5
+BENCHMARK_SHARES ?= 8
 PYTEST = $(SETTINGS) $(BIN)/python -m pytest -q
 LINKED := comm_ops transforms switching integrations
 
-.PHONY: setup test parity lint smoke package docs demo clean force
+.PHONY: setup test test-all parity lint smoke package docs demo clean force
 
 setup: $(VENV)/.installed
 
@@ -62,11 +66,16 @@ $(VENV)/.torch: force
 test: CAPTURES = $(CURDIR)/build/captures
 test: setup
 	@rm -rf $(CAPTURES) && mkdir -p $(CAPTURES)
-	@$(PYTEST) -m "not distributed and not gpu" --timeout 300 -n auto --maxprocesses 4 --dist loadfile
-	@$(PYTEST) -m "distributed and not gpu" --timeout 600 -n auto --maxprocesses 2 --dist loadfile
+	@$(PYTEST) -m "not distributed and not gpu" --timeout 300 -n auto --maxprocesses 4 --dist loadfile \
+	  --shares $(SHARES)
+	@$(PYTEST) -m "distributed and not gpu" --timeout 600 -n auto --maxprocesses 2 --dist loadfile \
+	  --shares $(SHARES)
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  $(PYTEST) -m gpu --timeout 600 || [ $$? = 5 ]; fi
-	@$(SETTINGS) timeout 900 $(BIN)/python -m benchmarks.smoke --share 8 --seconds 400
+	@$(SETTINGS) timeout 7200 $(BIN)/python -m benchmarks.smoke --share $(BENCHMARK_SHARES) --seconds 400
+
+test-all:
+	@$(MAKE) test SHARES=1 BENCHMARK_SHARES=1
 
 parity: setup
 	@HETU_FX_PARITY=full $(PYTEST) tests/end_to_end -m "distributed and not gpu" --timeout 3600

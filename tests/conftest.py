@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.costs import CostRecorder, longest_first, read_costs
+from tests.costs import ROOT, CostRecorder, left_out, longest_first, read_costs, this_commit
 from tests.ranks.checks import Outcome, run_checks
 from tests.spawned import keep_what_is_there
 
@@ -29,6 +29,8 @@ os.environ.setdefault("HETU_FX_CHECK", "0")  # plans are tried in tests/check, w
 
 SECONDS_IN_ALL = 420
 
+LEFT_OUT = pytest.StashKey[frozenset[str]]()
+
 TESTS_OF_CAPTURES = ("graph", "program")
 CAPTURES = "HETU_FX_TESTS_CAPTURES"  # as `ranks.capture_store`, which imports torch, has it
 DISTRIBUTED = "mark.distributed"  # stands in all files that have such tests
@@ -41,7 +43,9 @@ gc.disable()  # until all is collected: what is imported stays
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import only files with distributed tests where only these are asked for: most have none."""
+    """Leave out other commits' files, and, where only distributed tests are asked for, files without any."""
+    if config.stash[LEFT_OUT] and collection_path.relative_to(ROOT).as_posix() in config.stash[LEFT_OUT]:
+        return True
     only_distributed = config.option.markexpr.startswith("distributed")
     is_file_of_tests = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     if only_distributed and is_file_of_tests and DISTRIBUTED not in collection_path.read_text():
@@ -72,15 +76,25 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[CAPTURES] = tempfile.mkdtemp(prefix="hetu_fx_captures_")
         config.add_cleanup(partial(shutil.rmtree, os.environ[CAPTURES]))
         config.add_cleanup(partial(os.environ.pop, CAPTURES))
+    costs = read_costs(config.option.markexpr) if config.option.shares > 1 else {}
+    config.stash[LEFT_OUT] = left_out(costs, config.option.shares, this_commit())
     config.option.loadscopereorder = False  # xdist would start those with the most tests first
     if config.option.write_costs and not hasattr(config, "workerinput"):
         config.pluginmanager.register(CostRecorder(config.option.markexpr))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let golden texts be written anew, `pytest --update-goldens`, and how long files take, `--write-costs`."""
+    """Let golden texts be written anew, and how long files take; let long files be run in shares."""
     parser.addoption("--update-goldens", action="store_true", help="write golden texts anew instead of comparing")
     parser.addoption("--write-costs", action="store_true", help="write how long files take to tests/costs.toml")
+    parser.addoption("--shares", type=int, default=1, metavar="N", help="run one of N shares of the long files")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how many files were left to other commits."""
+    if config.stash[LEFT_OUT]:
+        files, shares = len(config.stash[LEFT_OUT]), config.option.shares
+        terminalreporter.write_line(f"one of {shares} shares: {files} long files were left out; make test-all runs all")
 
 
 @pytest.fixture

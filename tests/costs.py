@@ -1,10 +1,14 @@
-"""How long files of tests take, so that runs of several workers start the longest first: `pytest --write-costs`.
+"""How long files of tests take: `pytest --write-costs`.
 
-Workers take whole files. Where a long one is started last, all but one of them wait for it.
+Runs of several workers start the longest first: workers take whole files, and where a long one is started last, all but
+one of them wait for it. And `pytest --shares N` runs all short files, but of the long ones only a share, another for
+each commit.
 """
 
 from __future__ import annotations
 
+import heapq
+import subprocess
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -16,6 +20,9 @@ ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_name("costs.toml")
 LEAST_SECONDS = 2.0
 """Files that take less are not in the table."""
+
+LONG_SECONDS = 15.0
+"""Files that take as long, or longer, are run in shares."""
 
 _HEAD = "# Seconds by file, of one run on two cores. Written by pytest --write-costs.\n"
 
@@ -33,6 +40,27 @@ def read_costs(markers: str, table: Path = TABLE) -> Mapping[str, float]:
 def longest_first(items: list[pytest.Item], costs: Mapping[str, float]) -> None:
     """Put tests of files that take long before others, which keep their order."""
     items.sort(key=lambda item: -costs.get(item.path.relative_to(ROOT).as_posix(), 0.0))
+
+
+def left_out(costs: Mapping[str, float], shares: int, commit: str) -> frozenset[str]:
+    """Return the long files that are not in a commit's share; shares take about as long as each other."""
+    loads = [(0.0, share) for share in range(shares)]
+    own, others = int(commit, 16) % shares, set[str]()
+    for file, seconds in sorted(costs.items(), key=lambda entry: (-entry[1], entry[0])):
+        if seconds < LONG_SECONDS:
+            break
+        load, share = loads[0]
+        heapq.heapreplace(loads, (load + seconds, share))
+        if share != own:
+            others.add(file)
+    return frozenset(others)
+
+
+def this_commit() -> str:
+    """Return the commit that is checked out, in hexadecimal digits; "0" where that is not known."""
+    asked = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return found.stdout.strip() if found.returncode == 0 else "0"
 
 
 class CostRecorder:

@@ -1,4 +1,4 @@
-"""Files that take long are started first, and the table of how long they take is of files that there are."""
+"""Long files start first and are run in shares, and the table of how long they take is of files that there are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.costs import LEAST_SECONDS, ROOT, TABLE, CostRecorder, longest_first, read_costs
+from tests.costs import LEAST_SECONDS, LONG_SECONDS, ROOT, TABLE, CostRecorder, left_out, longest_first, read_costs
 
 PARTS = ("not distributed and not gpu", "distributed and not gpu")
 HERE, OTHER, GONE = "tests/test_costs.py", "tests/conftest.py", "tests/test_gone.py"
@@ -28,6 +28,21 @@ def test_tests_of_long_files_come_first_and_others_stay_in_order() -> None:
     assert [(item.path.name, item.number) for item in items] == [
         ("c", 2), ("b", 1), ("b", 3), ("a", 0), ("a", 4), ("d", 5),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("markers", PARTS)
+def test_every_long_file_is_in_one_share_and_no_short_one_is_left_out(markers: str) -> None:
+    costs, shares = read_costs(markers), 5
+    gaps = [left_out(costs, shares, f"{commit:x}") for commit in range(shares)]
+    long = {file for file, seconds in costs.items() if seconds >= LONG_SECONDS}
+    assert set().union(*gaps) == long
+    assert [sum(file not in gap for gap in gaps) for file in sorted(long)] == [1] * len(long)
+    loads = [sum(costs[file] for file in long - gap) for gap in gaps]
+    assert max(loads) - min(loads) <= max(costs[file] for file in long)
+
+
+def test_one_share_is_all_files() -> None:
+    assert left_out({HERE: 100.0, OTHER: 20.0}, 1, "abc") == frozenset()
 
 
 @pytest.fixture

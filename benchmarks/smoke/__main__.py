@@ -9,7 +9,6 @@ import contextlib
 import io
 import json
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -20,6 +19,7 @@ from time import perf_counter
 
 from benchmarks.kit.forks import Tell, in_forks
 from benchmarks.kit.report import Bar, Row, finish, parser
+from tests.costs import this_commit
 from tests.ranks.remembered import remembered_captures
 
 FOLDER = Path(__file__).parents[1]
@@ -32,7 +32,7 @@ def main() -> int:
     made.add_argument("--seconds", type=float, default=110, help="for one of them at most (default: %(default)s)")
     made.add_argument("--share", type=int, default=1, metavar="N", help="every N-th alone, another for each commit")
     options = made.parse_args()
-    names = share_of(options.names or benchmarks(), options.share, commit())
+    names = share_of(options.names or benchmarks(), options.share, this_commit())
     rows = list(rows_of(names, options.seconds))
     broken = sum(row["runs"] != "yes" for row in rows)
     bar, used = Bar("benchmarks that do not run", broken, 0, at_least=False), getrusage(RUSAGE_CHILDREN)
@@ -49,13 +49,6 @@ def benchmarks() -> list[str]:
 def share_of(names: Sequence[str], shares: int, commit: str) -> Sequence[str]:
     """Return every so manieth of the names; which ones is drawn by the commit, so that all have their turn."""
     return names[int(commit, 16) % shares :: shares]
-
-
-def commit() -> str:
-    """Return the commit that is checked out, in hexadecimal digits; "0" where that is not known."""
-    asked = ["git", "-C", str(FOLDER), "rev-parse", "HEAD"]
-    found = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return found.stdout.strip() if found.returncode == 0 else "0"
 
 
 def module_of(name: str) -> str:

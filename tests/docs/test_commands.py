@@ -57,7 +57,9 @@ HELD = {
     "python -m benchmarks.scale --part processes": BENCHMARK,
     "make package": CI,
     "make smoke TORCH='torch==2.11.*'": CI,
-    "make test TORCH=torch==2.14.1 VENV=build/venv-2.14.1": Held(why="gigabytes, and what CI runs under another torch"),
+    "make test-all TORCH=torch==2.14.1 VENV=build/venv-2.14.1": Held(
+        why="gigabytes, and what CI runs under another torch"
+    ),
     "make demo": Held(why="minutes long; its parts are tested in tests/examples/demo, its target is looked up"),
     "python -m examples.demo --quick": Held(why="starts four processes; its parts are tested in tests/examples/demo"),
     "pip install -e '.[hf,ui]'": INSTALL,
@@ -177,6 +179,7 @@ HELD = {
     "pip install 'hetu-fx[lightning]'": INSTALL,
     "pip install 'hetu-fx[zoo]'": INSTALL,
     "make test": CI,
+    "make test-all": Held(why="more than an hour long; `make test` runs a share of it, its target is looked up"),
     "make lint": CI,
     "make docs": Held(by="docs/test_pages.py::test_the_site_is_built_without_a_warning"),
     "make parity": Held(why="an hour long; `make test` runs a selection of the same, its target is looked up"),

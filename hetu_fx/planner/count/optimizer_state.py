@@ -36,14 +36,23 @@ def optimizer_state_of(parameters: Iterable[Tensor], optimizer: Asked = None) ->
     """
     if isinstance(optimizer, ParameterState):
         return optimizer
-    dtype = _dtype_of(parameters)
-    known = ParameterState(_NAMES.get(dtype))
+    given = list(parameters)
+    dtype = _dtype_of(given)
+    known = ParameterState(_NAMES.get(dtype), by_lists=_works_by_lists(given, optimizer))
     if optimizer is None or known.dtype is None:
         return known
     if isinstance(optimizer, str):
         return replace(known, optimizer=optimizer)
     slots = _slots(optimizer.state) if optimizer.state else _slots(_tried(optimizer, dtype).state)
     return replace(known, optimizer=_name(optimizer, len(slots)), slots=slots)
+
+
+def _works_by_lists(parameters: Iterable[Tensor], optimizer: Asked) -> bool:
+    """Tell whether an optimizer takes torch's kernels over lists: on accelerators it does unless told otherwise."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else [{"foreach": None}]
+    unfused = [group for group in groups if not group.get("fused")]
+    on_accelerator = any(one.device.type not in ("cpu", "meta") for one in parameters)
+    return any(on_accelerator if group.get("foreach", False) is None else group.get("foreach") for group in unfused)
 
 
 def _dtype_of(parameters: Iterable[Tensor]) -> torch.dtype:

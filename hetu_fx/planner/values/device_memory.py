@@ -47,6 +47,9 @@ MOMENTS = 2
 UPDATE_VALUES = 3
 """How many values Adam's arithmetic holds for an element that it updates."""
 
+UPDATE_LISTS = 1
+"""How many it holds for all elements at once where it works on lists of parameters: roots of the second moments."""
+
 T = TypeVar("T")
 Terms = tuple[tuple[str, int], ...]
 TERMS = ("parameters", "copies", "optimizer", "gradients", "activations", "messages", "update")
@@ -175,9 +178,11 @@ class HeldShard:
 
     @property
     def update_bytes(self) -> float:
-        """Return the bytes that the optimizer's arithmetic takes."""
+        """Return the bytes that the optimizer's arithmetic takes: for one parameter after another, or all at once."""
         share = self.owned / self.parameters if self.parameters else 0.0
-        return UPDATE_VALUES * self.state.update_share * self.footprint.largest * share
+        values = UPDATE_VALUES * self.footprint.largest * share
+        at_once = UPDATE_LISTS * self.owned if self.state.by_lists else 0.0
+        return self.state.update_share * max(values, at_once)
 
 
 @dataclass(frozen=True, slots=True)

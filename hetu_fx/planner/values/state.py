@@ -51,6 +51,8 @@ class ParameterState:
         optimizer: what keeps the slots, one of `OPTIMIZERS`; another name needs `slots`.
         slots: element type of each value that the optimizer keeps for an element; None: as many as it is known to, of
             the master's type or else the parameters'.
+        by_lists: whether the optimizer updates all parameters at once by kernels over lists (`foreach=True`), which
+            hold a value for each element for a moment.
     """
 
     dtype: str | None = None
@@ -58,6 +60,7 @@ class ParameterState:
     master: str | None = None
     optimizer: str = ADAM
     slots: tuple[str, ...] | None = None
+    by_lists: bool = False
 
     def __post_init__(self) -> None:
         given = [self.dtype, self.gradient, self.master, *(self.slots or ())]
@@ -118,7 +121,7 @@ class ParameterState:
         """Return what there is, by element type: `bf16 weights and gradients, fp32 master and two moments (adamw)`."""
         runs = [(dtype, [name for _, name in run]) for dtype, run in groupby(self._named(), lambda pair: pair[0])]
         texts = [f"{dtype or ''} {_and(names)}".strip() for dtype, names in runs]
-        return f"{', '.join(texts)} ({self.optimizer})"
+        return f"{', '.join(texts)} ({self.optimizer}{', by lists' if self.by_lists else ''})"
 
     def _named(self) -> Iterator[tuple[str | None, str]]:
         yield from ((self.dtype, "weights"), (self.gradient or self.dtype, "gradients"))
@@ -141,7 +144,7 @@ UNSAID = ParameterState()
 STATE = record(
     ParameterState,
     ProfileError,
-    order="dtype gradient master optimizer slots",
+    order="dtype gradient master optimizer slots by_lists",
     optimizer=Key(written="always"),
     slots=Key(TEXTS),
 )

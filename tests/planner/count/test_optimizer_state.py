@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.kit.memory import Recorded, measured_step, recording
 from hetu_fx.errors import ProfileError
 from hetu_fx.planner.count.optimizer_state import optimizer_state_of
+from hetu_fx.planner.values.device_memory import UPDATE_LISTS
 from hetu_fx.planner.values.state import OPTIMIZERS, SIZES, ParameterState
 
 SIDE = 256
@@ -60,6 +62,28 @@ def test_the_table_and_the_optimizer_itself_say_what_it_holds(name: str, dtype: 
 def test_the_settings_of_an_optimizer_count(settings: dict[str, Any], count: int) -> None:
     own = parameter(torch.float32)
     assert optimizer_state_of([own], torch.optim.AdamW([own], **settings)).slots == ("fp32",) * count
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_lists"),
+    [({}, False), ({"foreach": True}, True), ({"foreach": False}, False), ({"fused": True}, False)],
+)
+def test_lists_are_held_at_once_where_the_optimizer_is_told_to(settings: dict[str, Any], by_lists: bool) -> None:
+    own = parameter(torch.float32)
+    assert optimizer_state_of([own], torch.optim.AdamW([own], **settings)).by_lists == by_lists
+
+
+def test_the_step_of_an_optimizer_by_lists_holds_as_much_more_as_the_model_counts() -> None:
+    owned = [nn.Parameter(torch.zeros(1 << 12)) for _ in range(16)]
+    for one in owned:
+        one.grad = torch.ones_like(one)
+    optimizer = torch.optim.AdamW(owned, foreach=True)
+    optimizer.step()
+    with recording() as record, measured_step():
+        optimizer.step()
+    assert Recorded.of(record).peak_bytes == pytest.approx(
+        UPDATE_LISTS * 4 * sum(one.numel() for one in owned), rel=0.05
+    )
 
 
 class Mastered(torch.optim.Optimizer):

@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
 from hetu_fx.planner.values.device_memory import UNBOUNDED, HeldShard, fixed_bytes, in_flight, instants, most_rows, peak
 from hetu_fx.planner.values.footprint import StageFootprint
 from hetu_fx.planner.values.line import Line
+from hetu_fx.planner.values.state import ParameterState
 
 PRINT = StageFootprint(Line(0, 10), (Line(0, 12),), (Line(5, 14),), (Line(0, 15),), largest=8)
 ALONE = HeldShard(parameters=100, owned=100, copied=0, synced=0, footprint=PRINT)
@@ -47,6 +50,13 @@ def test_replicas_hold_copies_their_messages_and_what_arrives() -> None:
     assert found["gather"] == lasting + 100 + 100
     assert found["synchronisation"] == lasting + 100 + 100 + 75
     assert found["update"] == lasting + 25 + 3 * 2
+
+
+def test_an_update_by_lists_holds_a_value_of_all_that_is_at_home() -> None:
+    by_lists = replace(SPREAD, state=ParameterState(by_lists=True))
+    assert total(by_lists, 0)["update"] == 25 + 50 + 100 + 25 + 25
+    largest = replace(by_lists, footprint=replace(PRINT, largest=80))  # one after another, three values of 20 bytes
+    assert total(largest, 0)["update"] == 25 + 50 + 100 + 25 + 3 * 20
 
 
 def test_gathers_hold_no_more_messages_than_travel_at_once() -> None:

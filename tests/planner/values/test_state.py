@@ -25,6 +25,10 @@ BF16 = ParameterState("bf16", master="fp32")
         (ParameterState("bf16"), "8 bytes a parameter: bf16 weights, gradients and two moments (adamw)"),
         (ParameterState("fp32"), "16 bytes a parameter: fp32 weights, gradients and two moments (adamw)"),
         (ParameterState("bf16", "fp32", "fp32"), "18 bytes a parameter: bf16 weights, fp32 gradients, master and two"),
+        (
+            ParameterState("fp32", by_lists=True),
+            "16 bytes a parameter: fp32 weights, gradients and two moments (adamw, by",
+        ),
         (ParameterState("fp32", optimizer="sgd"), "8 bytes a parameter: fp32 weights and gradients (sgd)"),
         (ParameterState("fp32", optimizer="rmsprop"), "12 bytes a parameter: fp32 weights, gradients and one state"),
         (

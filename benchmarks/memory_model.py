@@ -89,6 +89,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
     "llama": (lambda: llama(Size(width=128, layers=BLOCKS, rows=16, tokens=64)), batch(16, 64)),
     "gpt2": (lambda: gpt2(128, BLOCKS), batch(16, 64)),
     "llama, wide": (lambda: llama(Size(width=256, layers=BLOCKS, rows=4, tokens=16)), batch(4, 16)),
+    "llama, several buckets": (lambda: llama(Size(width=768, layers=BLOCKS, rows=4, tokens=64)), batch(4, 64)),
 }
 QUICK = ("one device", "2 replicas", "2 stages x tensor parallel 2")
 

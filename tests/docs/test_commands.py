@@ -55,6 +55,7 @@ CI = Held(why="CI is this (.ci/run); its target is looked up")
 HELD = {
     "python -m benchmarks.scale --part tree": BENCHMARK,
     "python -m benchmarks.scale --part processes": BENCHMARK,
+    "python -m benchmarks.large --part unequal": BENCHMARK,
     "make package": CI,
     "make smoke TORCH='torch==2.11.*'": CI,
     "make test-all TORCH=torch==2.14.1 VENV=build/venv-2.14.1": Held(

@@ -25,7 +25,7 @@ from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.price.step_end import ParameterHome, home_end_seconds, owned_bytes, update_seconds_per_byte
 from hetu_fx.plans.plan import Plan
-from hetu_fx.switching.adapt.rehome_policy import UpdateTimes, parameter_homes
+from hetu_fx.switching.adapt.rehome import UpdateTimes, parameter_homes
 from hetu_fx.switching.step.timer import find_clock
 
 SPEEDS = (0.5, 0.25, 0.125)

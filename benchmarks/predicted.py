@@ -46,9 +46,9 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import all_gather_object, broadcast_from_rank0, from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.launch.emulate.emulate import EmulateSpec
+from hetu_fx.planner.api import OwnBlocks, measure_on_blocks
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.make_plan import make_plan
-from hetu_fx.planner.measure.speeds import OwnBlocks, measure_on_blocks
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import Choice, PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts

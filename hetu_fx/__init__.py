@@ -14,14 +14,13 @@ from time import perf_counter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hetu_fx.base.frameworks import offer
-from hetu_fx.base.imports import import_with_library
+from hetu_fx.base.frameworks import import_with_library, offer, warn_of_newer
 from hetu_fx.base.memory import without_collections
 from hetu_fx.base.patches import PLAN_VARIABLE
-from hetu_fx.base.tested import warn_of_newer
 
 if TYPE_CHECKING:
     from hetu_fx.api import auto_parallelize as auto_parallelize
+    from hetu_fx.api import is_parallel as is_parallel
     from hetu_fx.base.device_types import DeviceType as DeviceType
     from hetu_fx.base.frameworks import Framework as Framework
     from hetu_fx.base.frameworks import Launcher as Launcher
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from hetu_fx.checkpoint.staging import PartsStager as PartsStager
     from hetu_fx.cluster.cluster import Cluster as Cluster
     from hetu_fx.comm_ops.wire.objects.messages import broadcast_object as broadcast_object
-    from hetu_fx.copies import is_parallel as is_parallel
     from hetu_fx.deduction.rules.registry import register_rule as register_rule
     from hetu_fx.errors import HetuFxError as HetuFxError
     from hetu_fx.graph.leaves.mark import leaf as leaf
@@ -53,7 +51,7 @@ if TYPE_CHECKING:
     from hetu_fx.plans.plan import Stage as Stage
     from hetu_fx.program.loss_type import LossType as LossType
     from hetu_fx.switching.home.ops import full_tensor as full_tensor
-    from hetu_fx.switching.sequences.form import SequenceOptions as SequenceOptions
+    from hetu_fx.switching.sequences.reader import SequenceOptions as SequenceOptions
     from hetu_fx.switching.settings import Options as Options
 
 _HOMES = {
@@ -74,7 +72,7 @@ _HOMES = {
     "Pipeline": "hetu_fx.plans.plan",
     "Plan": "hetu_fx.plans.plan",
     "Profile": "hetu_fx.planner.values.profile_file",
-    "SequenceOptions": "hetu_fx.switching.sequences.form",
+    "SequenceOptions": "hetu_fx.switching.sequences.reader",
     "EarliestFinish": "hetu_fx.planner.dispatch.policies",
     "Stage": "hetu_fx.plans.plan",
     "TokenBudgetSampler": "hetu_fx.batches.sampler",
@@ -82,7 +80,7 @@ _HOMES = {
     "auto_parallelize": "hetu_fx.api",
     "broadcast_object": "hetu_fx.comm_ops.wire.objects.messages",
     "full_tensor": "hetu_fx.switching.home.ops",
-    "is_parallel": "hetu_fx.copies",
+    "is_parallel": "hetu_fx.api",
     "leaf": "hetu_fx.graph.leaves.mark",
     "measure": "hetu_fx.planner.api",
     "nested_batch": "hetu_fx.batches.sampler",

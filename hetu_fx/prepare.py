@@ -34,17 +34,15 @@ from hetu_fx.comm_ops.wire.consensus import (
     raise_on_all_ranks,
 )
 from hetu_fx.comm_ops.wire.groups import GroupTable, using, watched_group
-from hetu_fx.comm_ops.wire.peers.mail import open_mail
-from hetu_fx.comm_ops.wire.peers.rounds import open_rounds
+from hetu_fx.comm_ops.wire.peers.mail import open_mail, open_rounds
 from hetu_fx.comm_ops.wire.process_group import create_world
 from hetu_fx.errors import EnvironmentProblem, PlanError, ProfileError, StateError
 from hetu_fx.graph.bind import as_call
 from hetu_fx.graph.leaves.trace import LeafWarning
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims
 from hetu_fx.graph.shared_memory import overlapping
-from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
+from hetu_fx.planner.captured_program import CapturedProgram, ModuleProgram, PlannedModule, PlannedProgram
 from hetu_fx.planner.count.optimizer_state import optimizer_state_of, takes_sparse_gradients_alone
-from hetu_fx.planner.module_program import ModuleProgram, PlannedModule
 from hetu_fx.planner.price.stage_seconds import FORWARD_AND_BACKWARD
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import Choice

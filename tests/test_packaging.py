@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hetu_fx.base.tested import NEWEST
+from hetu_fx.base.frameworks import NEWEST
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

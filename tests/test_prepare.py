@@ -15,8 +15,8 @@ import hetu_fx
 from hetu_fx.cluster import measure
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner import captured_program
+from hetu_fx.planner.captured_program import PlannedModule
 from hetu_fx.planner.count import count
-from hetu_fx.planner.module_program import PlannedModule
 from hetu_fx.planner.values.options import ANY, Choice
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage

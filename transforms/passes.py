@@ -21,8 +21,8 @@ from hetu_fx.transforms.lowering.recomputing_module import RecomputingModule
 from hetu_fx.transforms.lowering.units import Units
 from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.rewrites.all_rows import AllRows
-from hetu_fx.transforms.rewrites.count_checks import CountChecks
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
+from hetu_fx.transforms.rewrites.counts import CountChecks
 from hetu_fx.transforms.rewrites.global_mean import BatchStatistics, GlobalMean
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides, Override
 from hetu_fx.transforms.rewrites.per_sequence import PerSequence

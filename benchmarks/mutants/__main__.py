@@ -32,7 +32,6 @@ FEWEST = 20
 
 # Quickest first, as the first failure ends a run.
 _FIRST = (
-    "resolve/test_tiers",
     "resolve/test_intermediates",
     "resolve/test_edge",
     "plans/test_routes",

@@ -19,7 +19,7 @@ from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, SliceTransfer
 from hetu_fx.comm_ops.plans.routes import SliceGroup
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.resolution import OpCall, Resolution
-from hetu_fx.comm_ops.wire import bsr_run, split_run
+from hetu_fx.comm_ops.wire import bsr_run
 from hetu_fx.deduction.rules.forms import PartCall
 from hetu_fx.switching.bridge import bridge
 from hetu_fx.switching.bridge.bridge_plan import BridgeEntry, BridgePlan
@@ -77,7 +77,7 @@ class Wrong:
 @contextmanager
 def listed() -> Iterator[Decisions]:
     """List what is decided and used inside."""
-    found, write, groups_of = Decisions(), bsr_run._write, split_run.collectives_of_rank
+    found, write, groups_of = Decisions(), bsr_run._write, bsr_run.collectives_of_rank
     calls, plan_bridge, joined = Resolution.calls, bridge.plan_bridge, PartCall.joined
     joining: list[PartCall] = []
 
@@ -107,7 +107,7 @@ def listed() -> Iterator[Decisions]:
 
     with (
         patch.object(bsr_run, "_write", writing),
-        patch.object(split_run, "collectives_of_rank", grouping),
+        patch.object(bsr_run, "collectives_of_rank", grouping),
         patch.object(Resolution, "calls", calling),
         patch.object(bridge, "plan_bridge", bridging),
         patch.object(PartCall, "joined", joining_parts),
@@ -118,7 +118,7 @@ def listed() -> Iterator[Decisions]:
 @contextmanager
 def planted(wrong: Wrong) -> Iterator[None]:
     """Have wrong decisions taken inside."""
-    post_init, groups_of = BsrPlan.__post_init__, split_run.collectives_of_rank
+    post_init, groups_of = BsrPlan.__post_init__, bsr_run.collectives_of_rank
     calls, plan_bridge = Resolution.calls, bridge.plan_bridge
 
     def planning(self: BsrPlan) -> None:
@@ -142,7 +142,7 @@ def planted(wrong: Wrong) -> Iterator[None]:
     forget()
     with (
         patch.object(BsrPlan, "__post_init__", planning),
-        patch.object(split_run, "collectives_of_rank", grouping),
+        patch.object(bsr_run, "collectives_of_rank", grouping),
         patch.object(Resolution, "calls", calling),
         patch.object(bridge, "plan_bridge", bridging),
     ):

@@ -16,10 +16,9 @@ from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan
 from hetu_fx.comm_ops.plans.routes import RouteKind, route_kind
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.resolution import OpCall, Resolution
-from hetu_fx.comm_ops.wire.bsr_run import pack, unpack
+from hetu_fx.comm_ops.wire.bsr_run import gather_slices, pack, reduce_slices, scatter_slices, unpack
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.split_run import gather_slices, reduce_slices, scatter_slices
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from hetu_fx.errors import HetuFxError
 
 T = TypeVar("T")

@@ -10,12 +10,11 @@ from benchmarks.programs.cases import Case
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import DeductionError, PlanError
 from hetu_fx.planner.count.graph_problem import GraphProblem
-from hetu_fx.planner.search.hap.adapter import hap_stage, is_expressible
+from hetu_fx.planner.search.hap.adapter import hap_stage, is_expressible, translations
 from hetu_fx.planner.search.hap.op_forms import SynthesisRules
 from hetu_fx.planner.search.hap.priced import deduce_plan, price_plan_run
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.synthesised_program import HapResult
-from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.plans.plan import Pipeline, Plan
 
 BAR = 1.02

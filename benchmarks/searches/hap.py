@@ -21,8 +21,8 @@ from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.graph.capture import capture
 from hetu_fx.planner.count.graph_problem import graph_problem_of
+from hetu_fx.planner.search.hap.adapter import translations
 from hetu_fx.planner.search.hap.search import search
-from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.planner.values.tensor_program import TensorProgram
 from hetu_fx.transforms.layouts.analysed_graph import Analyse, AnalysedGraph
 from tests.oracles.hap_programs import rounded_seconds

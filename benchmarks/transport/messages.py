@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.kit.contest import run_rounds
 from benchmarks.kit.report import Bar, Row
-from hetu_fx.comm_ops.wire import staging
+from hetu_fx.comm_ops.wire import p2p
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.p2p import Tag, post
 from tests.kinds import testkind
@@ -104,5 +104,5 @@ def _paced(bytes_per_second: float, act: Callable[[], None]) -> None:
 
 def _whole(act: Callable[[], None]) -> None:
     """Do something with messages in one chunk."""
-    with mock.patch.multiple(staging, CHUNK_BYTES=MESSAGE_BYTES, LEAST_CHUNK_BYTES=MESSAGE_BYTES):
+    with mock.patch.multiple(p2p, CHUNK_BYTES=MESSAGE_BYTES, LEAST_CHUNK_BYTES=MESSAGE_BYTES):
         act()

@@ -30,15 +30,15 @@ from hetu_fx.comm_ops.plans.choose_algorithm import algorithm_of_parts, algorith
 from hetu_fx.comm_ops.plans.cost import all_reduce_cost, no_cost, ring_cost
 from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
 from hetu_fx.comm_ops.wire.algorithms import Collectives
-from hetu_fx.comm_ops.wire.collectives import FlatCollectives, fresh
-from hetu_fx.comm_ops.wire.groups import active
-from hetu_fx.comm_ops.wire.split_run import (
+from hetu_fx.comm_ops.wire.bsr_run import (
     algorithm_of_slices,
     gather_slices,
     reduce_slices,
     result_like,
     scatter_slices,
 )
+from hetu_fx.comm_ops.wire.collectives import FlatCollectives, fresh
+from hetu_fx.comm_ops.wire.groups import active
 from hetu_fx.errors import CommError
 
 # Summands and their sum.

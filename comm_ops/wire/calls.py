@@ -13,14 +13,18 @@ import sysconfig
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import accumulate, chain, repeat, takewhile
 from operator import attrgetter, call, methodcaller
 from time import perf_counter
 from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from hetu_fx.comm_ops.wire.standings import Wait
 
 _OURS = "hetu_fx"
 _STARTERS = ("launch", "cli")  # packages of ours that run scripts, further out
@@ -35,13 +39,14 @@ _READ = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")  # no num
 
 @dataclass(slots=True)
 class LastCall:
-    """The last call that was noted, and the thread that makes such calls."""
+    """The last call that was noted, the thread that makes such calls, and the communications that are under way."""
 
     name: str = ""
     place: tuple[str, int] | None = None
     at: float = 0.0
     steps: int = 0
     thread: int | None = None
+    waits: list[Wait] = field(default_factory=list)
 
     @property
     def text(self) -> str:

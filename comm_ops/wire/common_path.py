@@ -22,14 +22,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hetu_fx.base.torch_private import PrefixStore, Store, connected_anew, is_group_member, store_address
 from hetu_fx.comm_ops.wire.calls import last, user_line_of_error, whereabouts
-from hetu_fx.comm_ops.wire.shutdown import finish_at_exit, sever
+from hetu_fx.comm_ops.wire.shutdown import communication, finish_at_exit, sever
 from hetu_fx.comm_ops.wire.standings import RankStatus, Reach, Standings, StoreSilence, Wait, oldest_wait
 from hetu_fx.errors import CommError, DivergedError, EnvironmentProblem
 
@@ -171,8 +170,8 @@ class CommonPath:
 
     def _forget(self) -> None:
         self.group = None
-        for base in [base for base, path in tuple(_over.items()) if path is self]:
-            _over.pop(base, None)
+        for base in [base for base, path in tuple(communication.paths.items()) if path is self]:
+            communication.paths.pop(base, None)
 
     def cut(self, why: str) -> None:
         """End this rank's waits, from any thread: those that look at memory look here, too."""
@@ -315,34 +314,33 @@ class CommonPath:
         sever()
 
 
-_over: WeakKeyDictionary[ProcessGroup, CommonPath] = WeakKeyDictionary()
-
-
 def common_path_of(group: ProcessGroup | None) -> CommonPath | None:
     """Return what watches the ranks of a group; None if nobody does."""
-    return None if group is None else _over.get(group)
+    return None if group is None else communication.paths.get(group)
 
 
 def watch_path(group: ProcessGroup, store: Callable[[], Store], seconds: float) -> CommonPath | None:
     """Watch the ranks of a group from now on, and wait so many seconds for each; None if that is for ever."""
-    path = _over.get(group)
+    path = communication.paths.get(group)
     if path is not None:
         path.seconds = seconds
     elif math.isfinite(seconds) and dist.get_world_size(group) > 1:
-        path = _over[group] = CommonPath(group, PrefixStore(f"hetu_fx/path/{group.group_name}", store()), seconds)
+        path = communication.paths[group] = CommonPath(
+            group, PrefixStore(f"hetu_fx/path/{group.group_name}", store()), seconds
+        )
     return path
 
 
 def join_path(path: CommonPath, group: ProcessGroup) -> ProcessGroup:
     """Let a group of the same ranks be watched too, the one whose connections can be cut."""
-    path.group, _over[group] = group, path
+    path.group, communication.paths[group] = group, path
     return group
 
 
 def end_communication(why: str, until: threading.Event) -> None:
     """End all communication of this process until an event is set: it may be opening connections."""
     while not until.is_set():
-        for path in tuple(_over.values()):
+        for path in tuple(communication.paths.values()):
             path.cut(why)
         sever()
         until.wait(_CUT_SECONDS)
@@ -358,7 +356,7 @@ def _exit_cut_off() -> None:
 
 def leave_paths(why: str) -> None:
     """Tell the others that this process takes part no longer, and why, before its connections end."""
-    for path in tuple(_over.values()):
+    for path in tuple(communication.paths.values()):
         path.leave(why)
 
 

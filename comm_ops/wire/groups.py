@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hetu_fx.base.device_types import HOST, device_type_record
-from hetu_fx.base.per_rank import PerRank
+from hetu_fx.base.per_rank import own
 from hetu_fx.base.torch_private import store_of_world
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.plans.ways import PLACES, STAGED, Ends, Way, quickest
@@ -52,7 +53,7 @@ class Mailbox(Protocol):
 
 
 class Round(Protocol):
-    """Numbers that this rank has said, and those that it hears; see `peers.rounds`."""
+    """Numbers that this rank has said, and those that it hears; see `peers.mail`."""
 
     heard: list[Sequence[float]]
 
@@ -67,7 +68,7 @@ class Round(Protocol):
 
 
 class Rounds(Protocol):
-    """Brings a few numbers of each rank to all, between ranks of one machine; see `peers.rounds`."""
+    """Brings a few numbers of each rank to all, between ranks of one machine; see `peers.mail`."""
 
     def say(self, numbers: Sequence[float], what: str) -> Round:
         """Begin a round."""
@@ -107,7 +108,7 @@ class _Present:
 
 
 # Of the process, not of the thread: torch runs the backward of a GPU's ops in a thread of its own.
-_present = PerRank(_Present)
+_present = partial(own, _Present)
 
 
 def set_working(work: PausedByWaits | None) -> None:

@@ -1,4 +1,13 @@
-"""The one place that posts point-to-point messages, and the table of their tags."""
+"""The one place that posts point-to-point messages, and the table of their tags.
+
+Between ranks whose devices are of unlike types they go through the host, in chunks that overlap.
+
+Messages between ranks whose devices are of unlike types: through the host, in chunks that overlap.
+
+What leaves a device is copied to the host, sent, and copied to the device at the other end. In chunks, the wire
+carries one while the next is copied, so that the whole takes as long as the slower of the two, not as long as all
+three. Both ends cut a message alike: whether it is cut follows from who the ends are, and where from its bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +16,82 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import groupby, starmap
 
+import torch
 from torch import Tensor
 
+from hetu_fx.base.device_types import HOST, device_type_record
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.staging import StagedArrival, StagedMessage
 from hetu_fx.comm_ops.wire.transport import Group, Work
+
+CHUNK_BYTES, LEAST_CHUNK_BYTES = 1 << 20, 1 << 18
+CHUNKS = 16
+"""Of a staged message; its first and last chunk overlap with nothing, and each costs a message.
+
+So a message is cut in CHUNKS, or fewer that are no smaller than the least, or more that are no larger than the most.
+"""
+
+
+@dataclass(frozen=True)
+class StagedMessage:
+    """A message that is cut in chunks on the host.
+
+    Attributes:
+        value: the bytes of what is sent or filled; on a device, or on the host already.
+        host: the same bytes on the host: the value's own memory, or room for a copy.
+    """
+
+    value: Tensor
+    host: Tensor
+
+    @classmethod
+    def of(cls, buffer: Flat) -> StagedMessage:
+        """Make room on the host where the value is not there."""
+        flat = buffer.as_bytes()
+        if flat.device == HOST:
+            return cls(flat, flat)
+        pinned = device_type_record(flat.device).pins_host
+        return cls(flat, torch.empty(flat.shape, dtype=flat.dtype, pin_memory=pinned))
+
+    def leaving(self) -> Iterator[Tensor]:
+        """Bring chunk by chunk to the host, each when it is asked for."""
+        for chunk, host in zip(_chunks(self.value), _chunks(self.host), strict=True):
+            if self.value is not self.host:
+                host.copy_(chunk)
+            yield host
+
+    def arriving(self) -> Sequence[Tensor]:
+        """Return the room for each chunk."""
+        return _chunks(self.host)
+
+
+@dataclass(frozen=True)
+class StagedArrival:
+    """Chunks under way to this rank; each goes on to the device while those after it are on the wire."""
+
+    message: StagedMessage
+    works: Sequence[Work]
+
+    def wait(self) -> None:
+        """Wait until all are where they belong."""
+        chunks = zip(self.works, _chunks(self.message.value), _chunks(self.message.host), strict=True)
+        for work, chunk, host in chunks:
+            work.wait()
+            if self.message.value is not self.message.host:
+                chunk.copy_(host, non_blocking=host.is_pinned())
+
+    def is_completed(self) -> bool:
+        """Tell whether all have come over the wire."""
+        return all(work.is_completed() for work in self.works)
+
+
+def _chunks(flat: Tensor) -> Sequence[Tensor]:
+    if not flat.numel():
+        return (flat,)
+    size = min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, flat.nbytes // CHUNKS))
+    chunks: Sequence[Tensor] = flat.split(size // flat.itemsize)
+    return chunks
+
 
 Message = tuple[int, Tensor, int]
 """The logical rank that a tensor goes to or comes from, the tensor, which is dense, and a tag."""
@@ -74,7 +153,7 @@ def post(
     """Start messages in `group` (None: that of all ranks); all receives before any send, each kind in the given order.
 
     What a rank sends and what it waits for next belong in one call. Each goes the way that its two ends have: from
-    where it is, all of those in one group call, or through the host (`staging`); all of them where `is_staged`, which
+    where it is, all of those in one group call, or through the host; all of them where `is_staged`, which
     both ends say alike; what a step hands over, by `table.mail` where it can. What goes to several ranks, one
     after the other, is brought to the host once.
 

@@ -8,7 +8,7 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
-from hetu_fx.base.per_rank import PerRank
+from hetu_fx.base.per_rank import own
 
 
 class Threads:
@@ -23,7 +23,7 @@ class Threads:
         return bool(wait([done], seconds).done)
 
 
-threads: PerRank[Threads] = PerRank(Threads)
+threads = partial(own, Threads)
 
 
 class SerialExecutor:

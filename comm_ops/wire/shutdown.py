@@ -20,8 +20,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from torch.distributed import ProcessGroup
 
 from hetu_fx.base.device_types import device_types
 from hetu_fx.base.torch_private import abort_together, forget_group_count, group_backend, is_gloo
+
+if TYPE_CHECKING:
+    from hetu_fx.comm_ops.wire.common_path import CommonPath
 
 
 class HoldsGroups(Protocol):
@@ -43,58 +46,16 @@ class UsesGroups(Protocol):
     def finish(self) -> None: ...
 
 
-_holders: WeakSet[HoldsGroups] = WeakSet()
-_users: WeakSet[UsesGroups] = WeakSet()
-
-
-def release_at_exit(holder: HoldsGroups) -> None:
-    """Have `holder` let its groups go, if it is still there when the process ends."""
-    _holders.add(holder)
-
-
-def finish_at_exit(user: UsesGroups) -> None:
-    """Have `user` finish before groups are let go, if it is still there when the process ends."""
-    _users.add(user)
-
-
-@atexit.register
-def _leave() -> None:
-    """Free all groups, which waits for their messages under way (bounded by their time-outs), and leave the world.
-
-    After an error nothing is waited for, so that the peers notice at once.
-    """
-    if _holders and not hasattr(sys, "last_type"):
-        leave_world()
-
-
-def leave_world() -> None:
-    """Free all groups, and leave the world; another one can be joined then."""
-    for user in _users:
-        user.finish()
-    for holder in _holders:
-        holder.release()
-    _clear_defaults()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    forget_group_count()  # a start that failed half-way must not count in the next world
-
-
-def _clear_defaults() -> None:
-    """Let go the world that functions of torch have as a default argument if they were imported when it was there."""
-    module = sys.modules.get("torch.distributed.nn.functional")
-    for function in vars(module).values() if module else ():
-        defaults = getattr(function, "__defaults__", None) or ()
-        if any(isinstance(default, ProcessGroup) for default in defaults):
-            function.__defaults__ = tuple(None if isinstance(value, ProcessGroup) else value for value in defaults)
-
-
 _FOLDER = "/proc/self/fd"
 
 
-class _Connections:
-    """The connections of this process's groups.
+class Communication:
+    """What communicates in this process, and its groups' connections.
 
     Attributes:
+        holders: what lets its groups go, if it is still there when the process ends.
+        users: what is to finish before.
+        paths: what watches the ranks of a group.
         lock: of all that follows.
         known: the sockets, by the kernel's names.
         ours: groups all of whose connections are known.
@@ -103,6 +64,9 @@ class _Connections:
     """
 
     def __init__(self) -> None:
+        self.holders: WeakSet[HoldsGroups] = WeakSet()
+        self.users: WeakSet[UsesGroups] = WeakSet()
+        self.paths: WeakKeyDictionary[ProcessGroup, CommonPath] = WeakKeyDictionary()
         self.lock = threading.Lock()
         self.known: set[str] = set()
         self.ours: WeakSet[ProcessGroup] = WeakSet()
@@ -125,32 +89,73 @@ class _Connections:
         return backends
 
 
-_connections = _Connections()
+communication = Communication()
+
+
+def release_at_exit(holder: HoldsGroups) -> None:
+    """Have `holder` let its groups go, if it is still there when the process ends."""
+    communication.holders.add(holder)
+
+
+def finish_at_exit(user: UsesGroups) -> None:
+    """Have `user` finish before groups are let go, if it is still there when the process ends."""
+    communication.users.add(user)
+
+
+@atexit.register
+def _leave() -> None:
+    """Free all groups, which waits for their messages under way (bounded by their time-outs), and leave the world.
+
+    After an error nothing is waited for, so that the peers notice at once.
+    """
+    if communication.holders and not hasattr(sys, "last_type"):
+        leave_world()
+
+
+def leave_world() -> None:
+    """Free all groups, and leave the world; another one can be joined then."""
+    for user in communication.users:
+        user.finish()
+    for holder in communication.holders:
+        holder.release()
+    _clear_defaults()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    forget_group_count()  # a start that failed half-way must not count in the next world
+
+
+def _clear_defaults() -> None:
+    """Let go the world that functions of torch have as a default argument if they were imported when it was there."""
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(module).values() if module else ():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(isinstance(default, ProcessGroup) for default in defaults):
+            function.__defaults__ = tuple(None if isinstance(value, ProcessGroup) else value for value in defaults)
 
 
 @contextmanager
 def opening_connections() -> Iterator[None]:
     """Remember the sockets that are opened in the block; `sever` ends them even while it still runs."""
     before = set(_sockets())
-    with _connections.lock:
-        _connections.before.append(before)
+    with communication.lock:
+        communication.before.append(before)
     try:
         yield
     finally:
-        with _connections.lock:
-            _connections.before.remove(before)
-            _connections.known.update(set(_sockets()) - before)
+        with communication.lock:
+            communication.before.remove(before)
+            communication.known.update(set(_sockets()) - before)
 
 
 def remember(group: ProcessGroup) -> ProcessGroup:
     """Note that all connections of a group were opened inside `opening_connections`, and return it."""
-    _connections.ours.add(group)
+    communication.ours.add(group)
     return group
 
 
 def can_sever(group: ProcessGroup) -> bool:
     """Tell whether `sever` ends the messages of a group: the user's own groups are left alone."""
-    return group in _connections.ours
+    return group in communication.ours
 
 
 def sever() -> int:
@@ -158,8 +163,8 @@ def sever() -> int:
 
     Nothing can be communicated any more until the process has left its groups and joined others.
     """
-    taken = _connections.taken()
-    if backends := _connections.newly_aborted():
+    taken = communication.taken()
+    if backends := communication.newly_aborted():
         abort_together(backends)
     return sum(map(_shut_down, taken))
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 
+from hetu_fx.comm_ops.wire.calls import last
+
 WAY_OUT = (
     "Every process must make the same calls of the model, of its loss and of its parameters, in the same order. If one "
     "has work of its own to do for longer (it evaluates, it saves), give the others more patience: "
@@ -175,17 +177,14 @@ class Wait:
 
     def __init__(self, what: str, start: float, among: object | None = None, table: str = "") -> None:
         self.what, self.start, self.among, self.table = what, start, among, table
-        _waits.append(self)
+        last.waits.append(self)
 
     def end(self) -> None:
         """Say that it is over."""
-        _waits.remove(self)
-
-
-_waits: list[Wait] = []
+        last.waits.remove(self)
 
 
 def oldest_wait(among: object | None = None) -> Wait | None:
     """Return what this process has waited for longest, `among` (None: any); None if it does not communicate."""
-    waits = [wait for wait in tuple(_waits) if among is None or wait.among is among]
+    waits = [wait for wait in tuple(last.waits) if among is None or wait.among is among]
     return min(waits, key=lambda wait: wait.start, default=None)

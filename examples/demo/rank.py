@@ -21,10 +21,10 @@ from examples.demo.training import Training, even_shares, rows_of_this_rank
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import all_gather_object, broadcast_from_rank0
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.planner.api import OwnBlocks, measure_on_blocks
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
-from hetu_fx.planner.measure.speeds import OwnBlocks, measure_on_blocks
 from hetu_fx.planner.simulate.simulate import simulate
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs

@@ -94,7 +94,7 @@ class DeviceType:
         Raises:
             EnvironmentProblem: another one has its name.
         """
-        if _types.setdefault(self.name, self) is not self:
+        if _types.known.setdefault(self.name, self) is not self:
             raise EnvironmentProblem(f"device type {self.name!r} is known already\nhint: register each once")
 
     @staticmethod
@@ -146,8 +146,17 @@ CUDA = DeviceType(
     product_side=4096,
     large_elements=1 << 26,
 )
-_types = {one.name: one for one in (CPU, CUDA)}
-_has_looked = [False]
+
+
+class _Types:
+    """The types that are known, by name, and whether the entry points of packages have been looked at."""
+
+    def __init__(self, *known: DeviceType) -> None:
+        self.known = {one.name: one for one in known}
+        self.has_looked = False
+
+
+_types = _Types(CPU, CUDA)
 
 
 def device_types() -> tuple[DeviceType, ...]:
@@ -156,11 +165,11 @@ def device_types() -> tuple[DeviceType, ...]:
     Raises:
         EnvironmentProblem: a package has an entry point that gives none.
     """
-    if not _has_looked[0]:
-        _has_looked[0] = True
+    if not _types.has_looked:
+        _types.has_looked = True
         for point in metadata.entry_points(group=GROUP):
             _loaded(point).register()
-    return tuple(_types.values())
+    return tuple(_types.known.values())
 
 
 def _loaded(point: metadata.EntryPoint) -> DeviceType:
@@ -179,10 +188,10 @@ def device_type_record(device: torch.device) -> DeviceType:
     Raises:
         EnvironmentProblem: there is none.
     """
-    found = _types.get(device.type) or next((one for one in device_types() if one.name == device.type), None)
+    found = _types.known.get(device.type) or next((one for one in device_types() if one.name == device.type), None)
     if found is None:
         raise EnvironmentProblem(
-            f"devices of type {device.type!r} are not known, only {sorted(_types)}\n"
+            f"devices of type {device.type!r} are not known, only {sorted(_types.known)}\n"
             f"hint: add a DeviceType by an entry point of the group {GROUP!r}, or by hetu_fx.DeviceType(...).register()"
         )
     return found

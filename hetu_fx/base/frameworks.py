@@ -2,19 +2,129 @@
 
 An integration is imported when a hook is first asked for, and registers what it knows. Where one answer is wanted, that
 of the first framework by name is taken, so that all ranks take the same.
+
+Modules of ours are imported once a library is there, and not before: importing hetu_fx loads no library. Nor is one
+loaded to tell its version: of libraries newer than those that the tests have passed with, users are told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from functools import partial
+from importlib import import_module, metadata
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
+
+from hetu_fx.base.patches import Hook, add_patch
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+NEWEST = {"torch": "2.14"}
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version: (2, 13, 0) for 2.13.0+cpu."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def above_tested(library: str, version: str) -> str:
+    """Return the newest tested version of a library where this one is of a later release; "" otherwise."""
+    newest = NEWEST.get(library, "")
+    tested = numbers(newest)
+    return newest if tested and numbers(version)[: len(tested)] > tested else ""
+
+
+def upper_bound(newest: str) -> str:
+    """Return the first release that is no longer of the newest tested one: 2.15 for 2.14."""
+    *before, last = numbers(newest)
+    return ".".join(map(str, (*before, last + 1)))
+
+
+def warn_of_newer() -> None:
+    """Warn, on rank 0 alone, of installed libraries above the newest tested version."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for library in NEWEST:
+        try:
+            version = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            continue
+        if newest := above_tested(library, version):
+            warnings.warn(
+                f"hetu_fx was tested with {library} up to {newest}, and {version} is installed\n"
+                f"hint: if something fails that should not, pip install '{library}<{upper_bound(newest)}'",
+                stacklevel=3,
+            )
+
+
+def import_with_library(library: str, module: str, *, why: str, tested: str) -> None:
+    """Import `module` as soon as `library` has been imported; at once, where it has been already.
+
+    It is in the table of patches until then, as one of the package that the library is in.
+    """
+    package = library.partition(".")[0]
+    add_patch(Hook(package, "sys", "meta_path", why, tested, partial(_Finder.put_in, library, module)))
+
+
+class _Finder(MetaPathFinder):
+    """Finds the library where it is, and has a module of ours imported after it."""
+
+    def __init__(self, library: str, module: str) -> None:
+        self.library, self.module = library, module
+
+    @classmethod
+    def put_in(cls, library: str, module: str) -> _Finder:
+        """Import the module where the library is there, else have Python ask a finder for that."""
+        made = cls(library, module)
+        if library in sys.modules:
+            import_module(module)
+        else:
+            sys.meta_path.insert(0, made)
+        return made
+
+    def remove(self) -> None:
+        """Be asked no more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self.library or self not in sys.meta_path:
+            return None
+        self.remove()
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Then(spec.loader, self.module)
+        return spec
+
+
+class _Then(Loader):
+    """Loads a library as its own loader does, and imports a module of ours."""
+
+    def __init__(self, loader: Loader, module: str) -> None:
+        self.loader, self.module = loader, module
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Whoever asks the library for its files later finds its own loader.
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        import_module(self.module)
+
 
 ConfigWriter = Callable[[Path], None]
 
@@ -87,25 +197,32 @@ class Framework:
     own_hooks: tuple[str, ...] = ()
 
 
-_known: dict[str, Framework] = {}
-_offered: list[str] = []
+class _Frameworks:
+    """The frameworks that are registered, by name, and the modules that register others when they are asked for."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Framework] = {}
+        self.offered: list[str] = []
+
+
+_frameworks = _Frameworks()
 
 
 def register_framework(framework: Framework) -> None:
     """Have `framework` asked wherever its hooks are needed."""
-    _known[framework.name] = framework
+    _frameworks.known[framework.name] = framework
 
 
 def offer(*modules: str) -> None:
     """Name modules that register a framework when they are imported; that is when a hook is first asked for."""
-    _offered.extend(modules)
+    _frameworks.offered.extend(modules)
 
 
 def frameworks() -> tuple[Framework, ...]:
     """Return all that are known, by name."""
-    while _offered:
-        import_module(_offered.pop(0))
-    return tuple(_known[name] for name in sorted(_known))
+    while _frameworks.offered:
+        import_module(_frameworks.offered.pop(0))
+    return tuple(_frameworks.known[name] for name in sorted(_frameworks.known))
 
 
 def config_writer(model: nn.Module) -> ConfigWriter | None:

@@ -94,23 +94,38 @@ class Hook:
 
 Substitute = Callable[[FunctionType], Callable[..., Any]]
 
-_known: list[Patch | Hook] = []
-_substitutes: dict[tuple[str, str], Substitute] = {}
-_ways_back: dict[Patch | Hook, Callable[[], None]] = {}
-_lock = Lock()  # ranks may be threads of one process
+
+class _Table:
+    """All that is replaced, or is to be.
+
+    Attributes:
+        known: what is registered.
+        substitutes: what makes those of forwards, by module and name.
+        ways_back: what puts the original back, of what is in.
+        lock: of changes, as ranks may be threads of one process.
+    """
+
+    def __init__(self) -> None:
+        self.known: list[Patch | Hook] = []
+        self.substitutes: dict[tuple[str, str], Substitute] = {}
+        self.ways_back: dict[Patch | Hook, Callable[[], None]] = {}
+        self.lock = Lock()
+
+
+_table = _Table()
 
 
 def register_patch(patch: Patch | Hook) -> None:
     """Have a patch put in as soon as its module is loaded and a parallel model is there."""
-    _known.append(patch)
+    _table.known.append(patch)
 
 
 def add_patch(patch: Patch | Hook) -> None:
     """Put in what has to be in before there is a parallel model, and register it."""
     way_back = patch.put_in()  # without the lock: what it imports may put in patches of its own
-    with _lock:
+    with _table.lock:
         register_patch(patch)
-        _ways_back[patch] = way_back
+        _table.ways_back[patch] = way_back
 
 
 def register_substitute(module: str, name: str, make: Substitute) -> None:
@@ -121,18 +136,20 @@ def register_substitute(module: str, name: str, make: Substitute) -> None:
         name: its qualified name there, as in its code.
         make: given the function, returns what takes its place, which calls the forward that the function has found.
     """
-    _substitutes[module, name] = make
+    _table.substitutes[module, name] = make
 
 
 def substitute_of(forward: Any) -> Substitute | None:
     """Return what makes the substitute of a forward that a script or a library has put in a model; None: nothing."""
     code, space = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
-    return _substitutes.get((str(space.get("__name__")), code.co_qualname)) if isinstance(code, CodeType) else None
+    return (
+        _table.substitutes.get((str(space.get("__name__")), code.co_qualname)) if isinstance(code, CodeType) else None
+    )
 
 
 def known_patches() -> tuple[Patch | Hook, ...]:
     """Return all that is registered, whether it is in or not."""
-    return tuple(_known)
+    return tuple(_table.known)
 
 
 def install_patches(library: str | None = None) -> None:
@@ -141,17 +158,17 @@ def install_patches(library: str | None = None) -> None:
     Raises:
         EnvironmentProblem: the installed version lacks what is needed.
     """
-    with _lock:
-        for patch in _known:
-            if patch not in _ways_back and library in (None, patch.library) and patch.module in sys.modules:
-                _ways_back[patch] = patch.put_in()
+    with _table.lock:
+        for patch in _table.known:
+            if patch not in _table.ways_back and library in (None, patch.library) and patch.module in sys.modules:
+                _table.ways_back[patch] = patch.put_in()
 
 
 def remove_patches(library: str) -> None:
     """Put back what was there before in a library; the next `install_patches` puts its patches in again."""
-    with _lock:
-        for patch in [one for one in _ways_back if one.library == library]:
-            _ways_back.pop(patch)()
+    with _table.lock:
+        for patch in [one for one in _table.ways_back if one.library == library]:
+            _table.ways_back.pop(patch)()
 
 
 def _nothing() -> None:

@@ -18,11 +18,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import get_args
 
-from hetu_fx.cli.clean import add_clean, call_clean
-from hetu_fx.cli.doctor import add_doctor, call_doctor
-from hetu_fx.cli.environment import call_env
-from hetu_fx.cli.exported import add_exported_options, run_exported
-from hetu_fx.cli.given import check_folder
+from hetu_fx.base.words import bytes_text
+from hetu_fx.cli.doctor import add_doctor, call_doctor, call_env
+from hetu_fx.cli.given import check_folder, load_function
 from hetu_fx.cli.measure import add_measure, add_profile, call_measure, call_profile
 from hetu_fx.cli.plan import add_plan, call_plan, more_of_plan
 from hetu_fx.cli.simulate import add_simulate, call_simulate
@@ -32,6 +30,74 @@ from hetu_fx.launch.emulate.emulate import EmulateSpec, Output, change_speed, pl
 from hetu_fx.launch.emulate.emulation_plan import LimitChoice
 from hetu_fx.launch.emulate.spec import parse_memory, parse_rate, parse_speeds
 from hetu_fx.launch.job import LaunchSpec
+
+IDLE_MINUTES = 10.0
+
+
+def _add_clean(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `hetu-fx clean`."""
+    parser.add_argument("--yes", action="store_true", help="remove what is stale (default: only list it)")
+    parser.add_argument(
+        "--idle",
+        type=float,
+        default=IDLE_MINUTES,
+        metavar="MINUTES",
+        help="a job is stale once no process of it lives and nothing was written for this time (default: %(default)g)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _call_clean(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx clean`."""
+    from hetu_fx.checkpoint.snapshot_folders import job_folders
+
+    found = job_folders()
+    stale = [one for one in found if not one.is_used and one.idle_seconds >= 60 * options.idle]
+    states = {one.path: "removed" if options.yes and one.remove() else "stale" for one in stale}
+    rows = [
+        {
+            "folder": str(one.path),
+            "bytes": one.num_bytes,
+            "idle_seconds": round(one.idle_seconds),
+            "state": states.get(one.path, "in use" if one.is_used else "recent"),
+        }
+        for one in found
+    ]
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    for one, row in zip(found, rows, strict=True):
+        print(f"{row['state']:8} {bytes_text(one.num_bytes):>10} idle {one.idle_seconds / 60:.0f} min  {one.path}")
+    if not found:
+        print("no job has snapshots in this node's memory")
+    elif stale and not options.yes:
+        print("hint: hetu-fx clean --yes removes what is stale; its jobs can then resume from checkpoints only")
+    return 0
+
+
+def _add_exported_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `hetu-fx exported`."""
+    parser.add_argument("folder", type=Path, help="what model.hetu.export wrote")
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="tell whether this plan is one of the exported")
+    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="tell whether the model that this makes has changed")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run_exported(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx exported`; the status is 1 where files are damaged or the export is stale."""
+    import torch
+
+    from hetu_fx.export.load import check_exported
+    from hetu_fx.plans.plan import Plan
+
+    plan = None if options.plan is None else Plan.read(options.plan)
+    make = None if options.model is None else load_function(options.model)
+    with torch.device("meta"):  # so that it takes no memory
+        model = None if make is None else make()
+    found = check_exported(options.folder, model=model, plan=plan)
+    print(json.dumps(found.to_json(), indent=2) if options.json else found.explain())
+    return 0 if found.is_good else 1
+
 
 ERROR_STATUS = 2
 SHELLS = ("bash", "zsh", "fish")
@@ -167,7 +233,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 def _call_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx report`."""
     from hetu_fx.base.documents import write_atomically
-    from hetu_fx.report.page.page import html_page, report_json
+    from hetu_fx.report.page import html_page, report_json
     from hetu_fx.report.read import read_log
     from hetu_fx.report.run import read_run, timelines
     from hetu_fx.show.timeline import write_trace
@@ -230,14 +296,14 @@ COMMANDS = {
     "verify": Command("train a model under plans and on one device, and compare", add_verify, call_verify),
     "doctor": Command("say what is wrong with the installation, the machine or the job", add_doctor, call_doctor),
     "launch": Command("run a script in several processes; lost ones do not end the others", _add_launch, _call_launch),
-    "clean": Command("list and remove snapshots in memory of jobs that no longer run", add_clean, call_clean),
+    "clean": Command("list and remove snapshots in memory of jobs that no longer run", _add_clean, _call_clean),
     "log": Command("say what the log of a run holds: variants, times, changes", _add_log, _call_log),
     "report": Command("write the log of a run as one HTML page", _add_report, _call_report),
     "passes": Command("list all graph passes in their order", _add_json, _call_passes),
     "env": Command("show versions, backends and what this machine can emulate", _add_json, call_env),
     "completion": Command("print a script by which a shell completes commands", _add_completion, _call_completion),
     "exported": Command(
-        "what an export holds, whether it is whole, and whether stale", add_exported_options, run_exported
+        "what an export holds, whether it is whole, and whether stale", _add_exported_options, run_exported
     ),
 }
 

@@ -32,8 +32,7 @@ from hetu_fx.base.torch_private import (
 )
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
-from hetu_fx.graph.assemble import Assembly
-from hetu_fx.graph.assigned import tied_buffers, written_back
+from hetu_fx.graph.assemble import Assembly, tied_buffers, written_back
 from hetu_fx.graph.bind import Batch, LossCall, as_call, flatten_batch
 from hetu_fx.graph.capture_failure import (
     NothingUnseen,
@@ -57,11 +56,9 @@ from hetu_fx.graph.regions import casts
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, count_rows, find_row_dims
 from hetu_fx.graph.shared_memory import overlapping
 from hetu_fx.graph.tracing.autocasts import ambient_autocasts
-from hetu_fx.graph.tracing.compared_rows import ComparedRows
 from hetu_fx.graph.tracing.derivatives import Derivatives, DerivativeTaken, transforms_as_derivatives
-from hetu_fx.graph.tracing.known_results import known_results
-from hetu_fx.graph.tracing.other_forms import open_lengths, without_numbers
-from hetu_fx.graph.tracing.raising_checks import RaisingChecks
+from hetu_fx.graph.tracing.known_results import known_results, open_lengths, without_numbers
+from hetu_fx.graph.tracing.raising_checks import ComparedRows, RaisingChecks
 from hetu_fx.graph.tracing.read_values import KnownValues
 
 LossFn = Callable[..., torch.Tensor]

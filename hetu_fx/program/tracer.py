@@ -1,4 +1,12 @@
-"""Capture a model as it is now: its own forward, on stand-ins of its parameters, watched for what it reads."""
+"""Capture a model as it is now: its own forward, on stand-ins of its parameters, watched for what it reads.
+
+What a captured program shows of its rows, where they were taken to be dim 0 and meet in the model.
+
+Rows of a batch are independent of each other, or meet in all of them alike. A time-first input (torch's own order for
+recurrent and attention modules) is independent along another dim, which labels may have as their only one. Nothing
+proves what the user means, so what is found is used with a warning where all that is seen agrees, and is a doubt, with
+which ranks' rows are not put together, where it does not.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +20,18 @@ from itertools import chain
 from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, fx, nn
 
+from hetu_fx.base.dtypes import is_real
 from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALLS, FORWARD_HOOKS
+from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.errors import BatchError, CaptureError
+from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch, LossCall, flatten_batch
+from hetu_fx.graph.calls import operand, viewed_argument
 from hetu_fx.graph.capture import Around, capture
+from hetu_fx.graph.functional import SAME_VALUE
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.leaves.leaf_ops import CONSTANTS, told_nodes
 from hetu_fx.graph.neutral import PARAMETERS, stand_in_device, stand_in_state
@@ -25,12 +39,187 @@ from hetu_fx.graph.numbers import later
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, find_row_dims
 from hetu_fx.graph.tracing.contents import ABSENT, PLAIN, put, same
 from hetu_fx.program.caches import are_caches
+from hetu_fx.program.filling_safety import Buffers, random_outputs
 from hetu_fx.program.observed import Observers, check_hooks, hooks_must_change
 from hetu_fx.program.program import AS_IT_STANDS, Program, make_program, same_constants
 from hetu_fx.program.reads import Access, NotKept, Read, Reads, is_of_the_trace, show_value
-from hetu_fx.program.row_evidence import Evidence, evidence_of_rows, row_dims_warning
 from hetu_fx.program.watched import Watch
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
+
+_TRIALS = 2
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was found: the dims that are used as rows (None: as they were taken), or why nobody can tell."""
+
+    used: RowDims | None = None
+    doubt: str = ""
+
+
+NOTHING = Evidence()
+Capture = Callable[[RowDims], Program]
+
+
+def _evidence_of_rows(program: Program, assumed: RowDims, capture: Capture, buffers: Buffers) -> Evidence:
+    """Return what a program shows, whose rows were taken to be the dims `assumed`.
+
+    Args:
+        program: in training, with a loss.
+        assumed: by the inputs' names.
+        capture: gives the program of the same model with other dims as rows.
+        buffers: gives those of the model.
+    """
+    if starts := [name for name in _starts(program) if name in assumed]:
+        return Evidence(doubt=_doubt_of_starts(starts))
+    loss = program.graph.loss
+    if loss is None or not assumed:
+        return NOTHING
+    rows, tail = _class_of_rows(program, assumed), _linear_in(program.factors, loss)
+    if not _meet(program.factors, loss, rows, tail) or not program.mixes_rows:
+        return NOTHING
+    found = [dims for dims in _others(program, assumed) if not capture(dims).mixes_rows]
+    if not found:
+        return NOTHING
+    of_all = any(program.factors.op(node).reduced & rows for node in tail if program.factors.is_op(node))
+    has_labels = any(dims.get(name) == 0 and name not in assumed for dims in found for name in dims)
+    ordered = has_labels or _goes_by_order(program, rows, buffers)
+    if not of_all and not ordered:
+        return NOTHING
+    if len(found) == 1 and not of_all:
+        return Evidence(used=found[0])
+    return Evidence(doubt=_doubt(assumed, found))
+
+
+def _row_dims_warning(used: RowDims) -> str:
+    """Return what is to be said of dims that are used without being asked for."""
+    return (
+        f"entries along dim 0 of the inputs meet in the model, and its loss is one over another dim: the rows of the "
+        f"batch are taken to be dims {dict(used)}\nhint: say so by row_dims={dict(used)}, or which they are"
+    )
+
+
+def _doubt(assumed: RowDims, found: list[dict[str, int]]) -> str:
+    others = " or ".join(map(str, found))
+    return (
+        f"rows of the inputs were taken to be dims {dict(assumed)}, along which they meet in the model, but they are "
+        f"independent of each other along dims {others}\nhint: say which dims count the rows: row_dims={found[0]} "
+        f"if the batch is that dim, as in time-first inputs, or row_dims={dict(assumed)}"
+    )
+
+
+def _doubt_of_starts(names: list[str]) -> str:
+    told = " and ".join(map(repr, names))
+    return (
+        f"the values of input {told} are positions in the rows of another input, which begin at 0 on every rank: rows "
+        f"of ranks cannot be put together\nhint: pass the batch of all ranks to each, by data='global', or entries "
+        f"of one length as a tensor of two dims, without positions"
+    )
+
+
+def _starts(program: Program) -> Iterator[str]:
+    """Yield the inputs whose values are read as positions in the rows of another input."""
+    inputs = {leaf.node: leaf.name for leaf in program.inputs}
+    for node in filter(program.factors.is_op, program.graph.graph.nodes):
+        op = program.factors.op(node)
+        read = (_same_values(op.operands[place].node) for place in op.traits.starts if place < len(op.operands))
+        yield from (inputs[found] for found in read if found in inputs)
+
+
+def _same_values(node: fx.Node) -> fx.Node:
+    """Return what a value is a part of, or the same as in another dtype, or gathered from all replicas."""
+    same = {*SAME_VALUE, torch.ops.hetu.place_rows.default}
+    while node.op == "call_function" and (node.target in same or viewed_argument(node) is not None):
+        node = operand(node)
+    return node
+
+
+def _others(program: Program, assumed: RowDims) -> Iterator[dict[str, int]]:
+    """Yield the dims that inputs have in common, of an open size and not those of the rows.
+
+    All inputs that were taken to have rows have such a dim; what no op reads shows nothing.
+    """
+    read = [leaf for leaf in program.inputs if any(map(program.factors.is_op, leaf.node.users))]
+    dims = {leaf.name: program.factors.dims(leaf.node) for leaf in read}
+    rows = _class_of_rows(program, assumed)
+    open_classes = dict.fromkeys(
+        classes[0]
+        for name in filter(dims.__contains__, assumed)
+        for classes in dims[name]
+        if len(classes) == 1 and classes[0].size is None and classes[0] not in rows
+    )
+    for cls in open_classes:
+        common = {name: found.index((cls,)) for name, found in dims.items() if found.count((cls,)) == 1}
+        if common.keys() >= assumed.keys() & dims.keys():
+            yield common
+
+
+def _class_of_rows(program: Program, assumed: RowDims) -> frozenset[FactorClass]:
+    leaves = {leaf.name: leaf.node for leaf in program.inputs}
+    return frozenset(cls for name, dim in assumed.items() for cls in program.factors.dims(leaves[name])[dim])
+
+
+def _linear_in(factors: FactorMap, loss: fx.Node) -> set[fx.Node]:
+    """Return the values that the loss is linear in, itself among them."""
+    todo, found = [loss], set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if factors.is_op(node):
+            op = factors.op(node)
+            linear = frozenset().union(*op.linear)
+            todo += [operand.node for place, operand in enumerate(op.operands) if place in linear]
+        elif node.op == "call_function":
+            todo += node.all_input_nodes
+    return found
+
+
+def _meet(factors: FactorMap, loss: fx.Node, rows: frozenset[FactorClass], tail: set[fx.Node]) -> bool:
+    """Tell whether an op that makes the loss, but for its last sums, looks across rows: cheaper than a deduction."""
+    todo, seen = [loss], set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        todo += node.all_input_nodes
+        if node not in tail and factors.is_op(node) and rows & (factors.op(node).whole | factors.op(node).reduced):
+            return True
+    return False
+
+
+def _goes_by_order(program: Program, rows: frozenset[FactorClass], buffers: Buffers) -> bool:
+    """Tell whether the loss of random inputs changes with the order of what were taken to be rows; tried on a few."""
+    dims = {
+        leaf.name: [dim for dim, classes in enumerate(program.factors.dims(leaf.node)) if rows & set(classes)]
+        for leaf in program.inputs
+    }
+    try:
+        return any(_changes(program, dims, buffers, number) for number in range(_TRIALS))
+    except Exception:  # whatever ops raise on sizes and values that they were not meant for: nothing is known
+        return False
+
+
+def _changes(program: Program, dims: Mapping[str, list[int]], buffers: Buffers, number: int) -> bool:
+    random = torch.Generator().manual_seed(number)
+    given = {leaf.name: _sample(leaf.node, random) for leaf in program.inputs}
+    turned = {
+        name: tensor.roll([1] * len(dims[name]), dims[name]) if dims[name] else tensor for name, tensor in given.items()
+    }
+    place = [leaf.name for leaf in program.graph.outputs].index(program.loss_name)
+    one, other = (random_outputs(program, buffers, tensors, number)[place] for tensors in (given, turned))
+    return bool((one - other).abs() > _TOLERANCE * one.abs())
+
+
+def _sample(node: fx.Node, random: torch.Generator) -> Tensor:
+    shape, dtype = meta.hints(node), meta.dtype(node)
+    if is_real(dtype):
+        return torch.randn(shape, generator=random, dtype=torch.float64)
+    return torch.randint(0, 2, shape, generator=random).to(dtype)
+
 
 Forward = Callable[..., Any]
 
@@ -91,7 +280,7 @@ class Tracer:
             found = self._evidence(batch, program)
             program = replace(program, doubt=found.doubt) if found.doubt else program
             if found.used is not None:
-                warnings.warn(row_dims_warning(found.used), stacklevel=2)
+                warnings.warn(_row_dims_warning(found.used), stacklevel=2)
                 self.row_dims = AskedRowDims(found.used)
                 traced = self._traced(batch, training)
                 program = traced.program(self.overrides)
@@ -108,7 +297,7 @@ class Tracer:
                 self.row_dims = asked
 
         assumed = program.row_dims or find_row_dims(flatten_batch(batch)[1])
-        return evidence_of_rows(program, assumed, capture_with, self.model.get_buffer)
+        return _evidence_of_rows(program, assumed, capture_with, self.model.get_buffer)
 
     def source(self, batch: Batch, training: bool) -> Graph:
         """Capture the model's own graph for batches like this one, as no rewrite has seen it.

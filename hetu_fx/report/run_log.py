@@ -22,27 +22,39 @@ An entry is a mapping that JSON can say; a file has one a line (`JsonLines`). Ki
                 lengths also what planning it took (`planning_seconds`) and how long the step waited for that; where
                 they are known its `tokens` and `flops`, and the rates that follow (`hetu_fx.report.rates`)
     evaluation  a batch without training: variant, rows, seconds and loss
-    trace       what a rank did when in one step of a variant (`hetu_fx.report.spans`), where a file is written
+    trace       what a rank did when in one step of a variant (`hetu_fx.report.run_log`), where a file is written
     lost        a call of the model has failed as a rank is dead, stuck or elsewhere: the error, as `why`
 
 Steps are those of the optimizer: of batches whose gradients are added up (`micro_steps` of them) seconds and rows are
 sums, and the loss is their mean. They are told when the next batch starts, for only then is known how long they took.
 The loss is that which the step has returned to process 0, known by then without a message and without a wait; None
 where the model returns none.
+
+What ranks do when in one step of each variant: recorded as the step runs, by each rank for itself.
+
+Other ranks leave theirs in the job's store, where rank 0 finds them later. Nobody waits, and a rank that does not log
+leaves none.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from hetu_fx.base.memory import Log
 from hetu_fx.base.records import Document
+from hetu_fx.base.torch_private import Store, store_of_world
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.host import peak_bytes
 from hetu_fx.comm_ops.wire.consensus import StepFacts
@@ -52,7 +64,6 @@ from hetu_fx.planner.values.gathered_op import GATHERED_OP, GatheredOp
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.program.program import Program
 from hetu_fx.report.rates import peak_flops, step_rates, training_flops
-from hetu_fx.report.spans import SpanRecorder
 from hetu_fx.report.updates import Entry, Updates
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.eviction import GraphEvent
@@ -61,6 +72,93 @@ from hetu_fx.switching.migrate.in_flight import HomeEvent
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.compiled_plans import GraphVariant
 from hetu_fx.switching.step.variant import Variant
+
+_log = logging.getLogger("hetu_fx.report")
+
+SETTLED = 3
+"""The training step of a variant that is recorded: the first makes graphs, the second may make groups and states."""
+
+Communication = tuple[str, float, float]
+"""What it was, its start and its end by the host's clock."""
+
+_MOST_SPANS = 2000
+_POLLS = 16  # steps in which rank 0 looks for the spans of the others
+
+
+class SpanRecorder:
+    """Records the spans of one step of each variant; `begin` and `end` stand around each batch, on each rank that logs.
+
+    A span is (name, kind, start, end), in seconds since the step's start, which all ranks come to together.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._counts, self._recorded = Counter[str](), set[str]()
+        self._heard: list[Communication] | None = None
+        self._step, self._start = runtime.step, (0.0, runtime.clock.now())
+        self._awaited: dict[str, dict[str, Any]] = {}
+        self._polls = 0
+        is_joined = runtime.table.size > 1 and dist.is_initialized()
+        self._store: Store | None = store_of_world() if is_joined else None
+
+    def begin(self) -> None:
+        """Record the batch that begins, unless a step of the variant that ran last is recorded already."""
+        runtime = self._runtime
+        self._step, self._start = runtime.step, (perf_counter(), runtime.clock.now())
+        if runtime.report.variant not in self._recorded:
+            heard = self._heard = list[Communication]()
+            runtime.listen_to_communication(lambda *event: heard.append(event), self)
+
+    def close(self) -> None:
+        """Record no more."""
+        self._heard = None
+        self._runtime.listen_to_communication(None, self)
+
+    def end(self, step: int) -> Iterator[Entry]:
+        """End the batch before; on rank 0 yield an entry for each rank whose spans are there, under this `step`."""
+        heard, name = self._heard, self._runtime.report.variant
+        self.close()
+        self._counts[name] += self._runtime.step == self._step + 1
+        try:
+            if heard is not None and name not in self._recorded and self._counts[name] >= SETTLED:
+                self._recorded.add(name)
+                yield from self._told({"event": "trace", "step": step, "variant": name}, heard)
+            yield from self._arrived()
+        except RuntimeError as error:  # with the rank that served it
+            _log.info("the store is gone, the spans of other ranks are left out: %s", error)
+            self._store = None
+
+    def _told(self, entry: dict[str, Any], heard: list[Communication]) -> Iterator[Entry]:
+        """Yield this rank's entry on rank 0, which waits for those of the others; leave it in the store on others."""
+        table, seconds = self._runtime.table, perf_counter() - self._start[0]
+        keys = {rank: f"hetu_fx/spans/{table.number}/{self._step}/{rank}" for rank in range(table.size)}
+        spans = sorted(self._spans(heard), key=lambda span: span[2])[:_MOST_SPANS]
+        if table.rank == 0:
+            self._awaited |= {keys[rank]: {**entry, "rank": rank, "seconds": seconds} for rank in range(1, table.size)}
+            self._polls = _POLLS
+            yield {**entry, "rank": 0, "seconds": seconds, "spans": spans}
+        elif self._store is not None:
+            self._store.set(keys[table.rank], json.dumps(spans))
+
+    def _spans(self, heard: list[Communication]) -> Iterator[tuple[str, str, float, float]]:
+        (host, device), clock = self._start, self._runtime.clock
+        for one in self._runtime.report.timer.spans:
+            start, end = (max(0.0, clock.seconds(device, moment)) for moment in one)
+            yield "compute", "compute", start, max(start, end)
+        for what, start, end in heard:
+            kind = what if what == "group creation" else "communication"
+            yield what, kind, max(0.0, start - host), max(0.0, end - host)
+
+    def _arrived(self) -> Iterator[Entry]:
+        """Yield the entries of other ranks that have come to the store."""
+        if self._store is None or not self._awaited:
+            return
+        for key in [key for key in self._awaited if self._store.check([key])]:
+            yield {**self._awaited.pop(key), "spans": json.loads(self._store.get(key))}
+        self._polls -= 1
+        if self._polls <= 0:
+            self._awaited.clear()
+
 
 FORMAT = "hetu_fx.log/2"
 

@@ -24,8 +24,7 @@ from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, micro_batch_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
-from hetu_fx.switching.adapt.health import HealthTracker
-from hetu_fx.switching.adapt.own_times import Probe, Standby
+from hetu_fx.switching.adapt.health import HealthTracker, Probe, Standby
 from hetu_fx.switching.adapt.replanning import (
     ALIKE,
     Conditions,

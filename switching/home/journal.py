@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -19,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from hetu_fx.base.dtypes import as_reals, carries_gradient
 from hetu_fx.base.memory import Log
-from hetu_fx.base.per_rank import PerRank
+from hetu_fx.base.per_rank import own
 from hetu_fx.base.torch_private import version
 from hetu_fx.switching.home.layout import HomeLayout
 
@@ -116,7 +117,7 @@ class Gradients(NamedTuple):
 
 
 class _Stepping:
-    """What is known of an optimizer's step that is under way; see `stepped`.
+    """What is known of an optimizer's step that is under way; see `held`.
 
     Attributes:
         is_pointwise: its kernels may have pieces.
@@ -251,5 +252,5 @@ class Journal:
                 yield piece, found
 
 
-journal = PerRank(Journal)
+journal = partial(own, Journal)
 """Gives that of this rank."""

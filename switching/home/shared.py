@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakMethod, finalize, ref
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.local import index
 from hetu_fx.base.addresses import Contact, rank_addresses
-from hetu_fx.base.per_rank import PerRank
+from hetu_fx.base.per_rank import own
 from hetu_fx.base.torch_private import collectives_begun, version
 from hetu_fx.comm_ops.wire.calls import is_in_collective
 from hetu_fx.comm_ops.wire.consensus import all_gather_object, raise_on_all_ranks
@@ -263,7 +264,11 @@ def _leaves(of: Any) -> Iterator[tuple[Any, int, str]]:
         yield of
 
 
-_runs: PerRank[list[ref[SharedHomes]]] = PerRank(list)
+class _Runs(list["ref[SharedHomes]"]):
+    """The runs of a rank whose home tensors others may read."""
+
+
+_runs = partial(own, _Runs)
 
 
 def _begun_collectives() -> int:

@@ -1,4 +1,4 @@
 """One home layout becomes another: parameters and what optimizers keep of them.
 
-`plan` decides, `buckets` bounds memory, `migrate` does it; `node_memory` is used within a machine.
+`plan` decides, `buckets` bounds memory, `migrate` does it, within a machine by memory that ranks share.
 """

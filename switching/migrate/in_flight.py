@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hetu_fx.base.memory import Log
 from hetu_fx.base.patches import Hook, install_patches, register_patch
-from hetu_fx.base.per_rank import PerRank
+from hetu_fx.base.per_rank import own
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.serial_threads import SerialExecutor, SerialTask
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit
@@ -155,7 +155,11 @@ class InFlightState:
                 )
 
 
-_under_way: PerRank[list[InFlightState]] = PerRank(list)
+class _UnderWay(list["InFlightState"]):
+    """The optimizer state of a rank that is on its way."""
+
+
+_under_way = partial(own, _UnderWay)
 
 
 def _settle_all(*_: object) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, fx, nn
@@ -395,9 +395,6 @@ class GraphCompute(Compute):
         return {name: local_part(values[name], at, self.table.rank).to(self.device) for name, at in annotations.items()}
 
 
-_deduced: WeakValueDictionary[tuple[int, bytes], DeducedGraph] = WeakValueDictionary()
-
-
 class GatheredRowsWarning(UserWarning):
     """An op in which rows meet is given the rows of all replicas, each of which computes the whole."""
 
@@ -410,10 +407,10 @@ def _warn_of(gathered: Iterable[GatheredOp]) -> None:
 
 def _read(program: Program, data: bytes) -> DeducedGraph:
     """Return the deduced graph of a program; where ranks are threads of one process they have it together."""
-    key = id(program.graph), hashlib.sha256(data).digest()  # what is deduced keeps the graph
-    found = _deduced.get(key)
+    known, key = program.analysed.deduced, hashlib.sha256(data).digest()
+    found = known.get(key)
     if found is None:
-        found = _deduced[key] = deserialize(data, program.graph, program.factors, program.flow)
+        found = known[key] = deserialize(data, program.graph, program.factors, program.flow)
     return found
 
 

@@ -1,6 +1,6 @@
 """Gradients of one step: collected at the compute parameters, brought home while backward still runs.
 
-Compute parameters are leaves of the step's own graph of autograd (see `boundary`). As soon as a leaf's gradient is
+Compute parameters are leaves of the step's own graph of autograd (see `frame`). As soon as a leaf's gradient is
 complete it is handed to the bridge, whose buckets travel beside the rest of the backward.
 """
 

@@ -78,7 +78,7 @@ print(found.name, found.chip(Npu))
 
 
 # A table's row for a kernel that one type has, and what torch keeps private.
-KNOWS_A_TYPE = ("base/device_types.py", "base/torch_private.py", "rewrites/varlen_attention.py")
+KNOWS_A_TYPE = ("base/device_types.py", "base/torch_private.py", "rewrites/sequence_ops.py")
 ASKS_THE_TYPE = re.compile(r"torch\.cuda\.|\.is_cuda\b|== ?\"cuda\"|\(\"cpu\", \"cuda\"\)")
 
 

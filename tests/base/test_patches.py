@@ -24,7 +24,7 @@ from hetu_fx.base.patches import (
     remove_patches,
 )
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.switching.home import stepped  # noqa: F401  (with its hooks, and what sorts lists)
+from hetu_fx.switching.home import held  # noqa: F401  (with its hooks, and what sorts lists)
 from hetu_fx.switching.home.layout import home_layout
 from hetu_fx.switching.home.ops import HomeTensor
 from hetu_fx.switching.migrate import in_flight  # noqa: F401  (with its hook)
@@ -72,8 +72,8 @@ def test_every_patch_of_torch_has_its_place_in_the_torch_that_is_installed() -> 
     home()
     ours = [one for one in known_patches() if one.library == "torch"]
     assert len(ours) == 8
-    assert {one for one in ours if one in patches._ways_back} == set(ours)
-    assert all(patches._ways_back[one] is not patches._nothing for one in ours)
+    assert {one for one in ours if one in patches._table.ways_back} == set(ours)
+    assert all(patches._table.ways_back[one] is not patches._nothing for one in ours)
 
 
 def test_an_optimizer_steps_on_home_tensors_after_patches_were_out() -> None:
@@ -92,7 +92,7 @@ def test_an_optimizer_steps_on_home_tensors_after_patches_were_out() -> None:
 def test_what_a_version_lacks_is_refused_only_where_it_is_needed(
     is_needed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patches, "_known", [])
+    monkeypatch.setattr(patches._table, "known", [])
     gone = Patch("torch", "torch.optim.optimizer", "Optimizer", "gone", "things fail", "2.13", str, is_needed=is_needed)
     register_patch(gone)
     if is_needed:
@@ -106,7 +106,7 @@ def test_attributes_of_modules_are_replaced_too(monkeypatch: pytest.MonkeyPatch)
     module = ModuleType("a_library")
     module.size = 1  # type: ignore[attr-defined]
     monkeypatch.setitem(patches.sys.modules, "a_library", module)
-    monkeypatch.setattr(patches, "_known", [])
+    monkeypatch.setattr(patches._table, "known", [])
     register_patch(Patch("a_library", "a_library", "", "size", "it is too small", "1.0", lambda size: size + 1))
     install_patches("a_library")
     assert vars(module)["size"] == 2
@@ -115,8 +115,8 @@ def test_attributes_of_modules_are_replaced_too(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_put_in_at_once_may_put_in_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patches, "_known", [])
-    monkeypatch.setattr(patches, "_lock", not_waited_for := _NotWaitedFor())
+    monkeypatch.setattr(patches._table, "known", [])
+    monkeypatch.setattr(patches._table, "lock", not_waited_for := _NotWaitedFor())
     handle, asked = SimpleNamespace(remove=lambda: None), list[str]()
 
     def register() -> Any:

@@ -2,26 +2,31 @@
 
 import threading
 
-from hetu_fx.base.per_rank import PerRank, as_rank
+from hetu_fx.base.per_rank import as_rank, own
+
+
+class Things(list):
+    """What each has one of."""
 
 
 def test_a_process_has_one_in_all_its_threads():
-    own, found = PerRank(list), []
-    own().append(1)
-    thread = threading.Thread(target=lambda: found.append(own()))
+    found: list[Things] = []
+    own(Things).append(1)
+    thread = threading.Thread(target=lambda: found.append(own(Things)))
     thread.start()
     thread.join()
-    assert found[0] is own()
+    assert found[0] is own(Things)
 
 
 def test_ranks_that_are_threads_have_their_own_and_keep_it():
-    own, of_one, of_other = PerRank(list), {}, {}
-    own().append("process")
+    of_one, of_other = {}, {}
+    own(Things)[:] = []
+    own(Things).append("process")
     with as_rank(of_one):
-        own().append("one")
+        own(Things).append("one")
         with as_rank(of_other):
-            assert own() == []
-        assert own() == ["one"]
+            assert own(Things) == []
+        assert own(Things) == ["one"]
     with as_rank(of_one):
-        assert own() == ["one"]
-    assert own() == ["process"]
+        assert own(Things) == ["one"]
+    assert own(Things) == ["process"]

@@ -21,7 +21,7 @@ from tests.base.test_torch_private_calls import BY_THE_COMPILER, CALLS
 from tests.house.tree import trees
 
 HOME = "hetu_fx.base.torch_private"
-HOMES = (HOME, "hetu_fx.base.torch_compile", "hetu_fx.base.cpp_library")  # the others: of torch's compilers
+HOMES = (HOME, "hetu_fx.base.torch_compile", "hetu_fx.base.torch_compile")  # the others: of torch's compilers
 PUBLIC = {"_actions", "_current_frames", "_exit", "_fields", "_getframe", "_make", "_replace"}
 # Documented of sys, os and named tuples; `_actions` is what argparse's completers read, for want of another way.
 ASKED_BY_TEXT = ("getattr", "hasattr", "setattr", "delattr", "object", "attrgetter", "methodcaller")

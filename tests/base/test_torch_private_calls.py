@@ -25,7 +25,7 @@ from torch.fx import graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from hetu_fx.base import cpp_library, torch_compile
+from hetu_fx.base import torch_compile
 from hetu_fx.base import torch_private as private
 
 aten = torch.ops.aten
@@ -332,13 +332,13 @@ def budget() -> bool:
 
 def by_one_library() -> bool:
     symbols = torch_compile.Symbols()
-    with cpp_library.one_library(), symbols.tracing():
+    with torch_compile.one_library(), symbols.tracing():
         made = torch_compile.by_inductor(graph_of(EXP), [symbols.tensor((3, 40), (40, 1), True, dtype=torch.float64)])
     x = torch.randn(3, 40, dtype=torch.float64, requires_grad=True)
     (out,) = made(x)
     out.sum().backward()
     torch.testing.assert_close(x.grad, out.detach())
-    return any(Path(cpp_library._Kernel((), "", "").path.parent).glob("kernel_*.so"))
+    return any(Path(torch_compile._Kernel((), "", "").path.parent).glob("kernel_*.so"))
 
 
 def carried() -> bool:

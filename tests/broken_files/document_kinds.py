@@ -16,7 +16,7 @@ from hetu_fx.check.kept import Answer, KeptAnswers
 from hetu_fx.launch.emulate.emulate import current_cores, current_speeds
 from hetu_fx.planner.values.profile_file import BlockTime, Profile, Slowdown
 from hetu_fx.plans.plan import Plan
-from hetu_fx.report.page.page import report_json
+from hetu_fx.report.page import report_json
 from hetu_fx.report.read import read_log
 from hetu_fx.report.summary import to_json
 from hetu_fx.show.timeline import Event, Timeline

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 import hetu_fx
 from hetu_fx import api
 from hetu_fx.base.device_types import HOST
-from hetu_fx.base.per_rank import PerRank
+from hetu_fx.base.per_rank import own
 from hetu_fx.check.checker import Checker
 from hetu_fx.checkpoint.from_meta import awaiting_values
 from hetu_fx.checkpoint.summed_files import SummedFile
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from hetu_fx.errors import CheckpointError, HetuFxError, StateError
-from hetu_fx.pieces import RankShard, join_pieces
+from hetu_fx.lockstep import RankShard, join_pieces
 from hetu_fx.plans.plan import Plan
 from hetu_fx.prepare import check_plans_and_choose_homes, make_runtime
 from hetu_fx.program.captures import Programs
@@ -98,12 +98,15 @@ def test_a_rank_reads_the_bytes_that_it_owns_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: str
 ) -> None:
     whole = saved(llama, tmp_path, tie_word_embeddings=True)
-    read: PerRank[list[int]] = PerRank(list)
+
+    class Read(list[int]):
+        """The bytes that a rank has read."""
+
     part = SummedFile.part
 
     def counted(self: SummedFile, name: str, where: tuple[slice, ...]) -> Tensor:
         found = part(self, name, where)
-        read().append(found.nbytes)
+        own(Read).append(found.nbytes)
         return found
 
     monkeypatch.setattr(SummedFile, "part", counted)
@@ -111,7 +114,7 @@ def test_a_rank_reads_the_bytes_that_it_owns_and_no_more(
     def work(table: GroupTable) -> tuple[int, int]:
         runtime = start(on_meta(llama, tie_word_embeddings=True), tmp_path, table, SHARES[shares], BATCH)
         owned = sum(home.local.nbytes for home in runtime.homes.values() if isinstance(home, HomeTensor))
-        return sum(read()), owned
+        return sum(own(Read)), owned
 
     found = run_in_threads(2, work)
     total = sum(parameter.nbytes for parameter in whole.parameters())

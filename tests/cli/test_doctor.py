@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 import hetu_fx
-from hetu_fx.base import tested
-from hetu_fx.base.tested import numbers
-from hetu_fx.cli.doctor import trial_findings
-from hetu_fx.cli.finding import Finding, conclusion, make_finding
-from hetu_fx.cli.job_checks import clock_finding, link_findings, speed_finding, versions_finding
-from hetu_fx.cli.machine_checks import (
+from hetu_fx.base import frameworks
+from hetu_fx.base.frameworks import numbers
+from hetu_fx.cli.doctor import (
     SETTINGS,
     launch_finding,
     nccl_of,
     package_finding,
     settings_finding,
     split_requirement,
+    trial_findings,
 )
+from hetu_fx.cli.finding import Finding, conclusion, make_finding
+from hetu_fx.cli.job_checks import clock_finding, link_findings, speed_finding, versions_finding
 from hetu_fx.cli.main import main
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.devices import Device, Link
@@ -63,7 +63,7 @@ def test_versions_are_held_against_their_bounds(version: str, is_needed: bool, s
 
 
 def test_a_torch_above_the_newest_tested_is_doubtful_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tested, "NEWEST", {"torch": "2.14"})
+    monkeypatch.setattr(frameworks, "NEWEST", {"torch": "2.14"})
     found = package_finding("torch", [(">=", "2.11")], "2.15.0", is_needed=True)
     assert found.state == "doubtful"
     assert "newest that was tested" in found.says

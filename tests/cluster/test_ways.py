@@ -14,7 +14,7 @@ from hetu_fx.cluster.measure import link_ways, measure_ways, pairs_to_time
 from hetu_fx.cluster.ways import link_table
 from hetu_fx.comm_ops.plans.ways import DIRECT, STAGED, Way
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from hetu_fx.errors import ClusterError
 from tests.kinds import testkind
 from tests.kinds.testkind import NAME, PLACE, on_testkind

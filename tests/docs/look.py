@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from hetu_fx.report.page.page import html_page
+from hetu_fx.report.page import html_page
 from hetu_fx.report.read import read_log
 from hetu_fx.report.run import LoggedRun
 from tests.report.logs import log

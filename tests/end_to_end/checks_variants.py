@@ -14,7 +14,7 @@ from torch import nn
 import hetu_fx
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.plans.plan import Plan, Stage
-from hetu_fx.switching.adapt.own_times import Probe
+from hetu_fx.switching.adapt.health import Probe
 from hetu_fx.switching.step.timer import ComputeTimer
 from tests.end_to_end.cells import DTYPES, MODELS, make_model
 from tests.end_to_end.twins import Twins, batch_of, dp, gradients_of, loss_of, one, rows_of, same_tensors, world_of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.copies import RestoreOriginal, as_it_was, attach_copying
+from hetu_fx.api import RestoreOriginal, as_it_was, attach_copying
 
 
 class Twice(nn.Module):

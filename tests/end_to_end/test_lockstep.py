@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hetu_fx.check.verdict import judge
-from hetu_fx.comm_ops.wire.threads import thread_transport
+from hetu_fx.comm_ops.wire import threads
 from hetu_fx.errors import DivergedError, PlanError, ProfileError
 from hetu_fx.lockstep import Lockstep, Trained, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -108,7 +108,7 @@ def test_a_bias_that_one_device_adds_is_summed_at_the_same_place_by_all() -> Non
 def test_copies_that_differ_are_told_with_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have the whole; what is lost on the way to one of them is no part that it counts."""
     whole = Plan((Pipeline((Stage((0,)),)), Pipeline((Stage((1,)),))), zero=0)
-    right = thread_transport._all_reduce
+    right = threads._all_reduce
 
     def wrong(reduce, brought):  # type: ignore[no-untyped-def]
         right(reduce, brought)
@@ -116,7 +116,7 @@ def test_copies_that_differ_are_told_with_the_rank(monkeypatch: pytest.MonkeyPat
         if first.is_floating_point() and first.numel() > 100:
             first.view(-1)[-1] += 1.0
 
-    monkeypatch.setattr(thread_transport, "_all_reduce", wrong)
+    monkeypatch.setattr(threads, "_all_reduce", wrong)
     with pytest.raises(DivergedError, match=r"rank \d has another copy of '.*' than the rank that counts it"):
         HOW.train(model(), batches(6), whole)
 

@@ -8,7 +8,7 @@ import torch
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.states import Split
 from hetu_fx.errors import DivergedError
-from hetu_fx.pieces import RankShard, join_pieces
+from hetu_fx.lockstep import RankShard, join_pieces
 from hetu_fx.switching.home.layout import home_layout
 
 WHOLE = torch.arange(12.0).view(4, 3)

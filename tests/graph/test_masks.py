@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hetu_fx.graph.masks import Indices, LessEqual, MaskPredicate, SameElement, Term, find_masks
 from hetu_fx.graph.positions import Affine, AtMostZero
+from hetu_fx.transforms.rewrites.per_sequence import Indices, LessEqual, MaskPredicate, SameElement, Term, find_masks
 
 Mask = Callable[[Tensor], Tensor]
 LEAST = -math.inf

@@ -110,4 +110,7 @@ def _changed_by(node: ast.AST) -> set[str]:
 
 
 def _name(node: ast.expr) -> set[str]:
+    """Return the name of the object that an expression is a part of: `table` of `table.known[0]`."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
     return {node.id} if isinstance(node, ast.Name) else set()

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 import hetu_fx
 from hetu_fx.errors import BatchError, EnvironmentProblem, StateError
 from hetu_fx.integrations.lightning import HetuStrategy
-from hetu_fx.integrations.lightning.parallel_modules import Parts
-from hetu_fx.integrations.lightning.strategy import check_launch, check_precision
+from hetu_fx.integrations.lightning.strategy import Parts, check_launch, check_precision
 from tests.integrations.lightning_script import SETTINGS, Inner, Outer, Runs, Scaled, rows
 from tests.spawned import free_port, run
 

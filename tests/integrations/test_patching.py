@@ -80,7 +80,7 @@ def test_nothing_is_loaded_for_a_patch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_version_without_the_attribute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = Patch("accelerate", "accelerate.accelerator", "Accelerator", "gone", "things fail", "1.15", lambda was: was)
-    monkeypatch.setattr(table, "_known", [gone])
+    monkeypatch.setattr(table._table, "known", [gone])
     with pytest.raises(EnvironmentProblem, match=r"has no accelerate.accelerator.Accelerator.gone.*things fail"):
         meet_a_model()
 

@@ -17,8 +17,7 @@ from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan
 from hetu_fx.comm_ops.plans.routes import slice_groups
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.resolution import AxisStep, MoveStep, OpCall, Resolution, TopStep
-from hetu_fx.comm_ops.wire.bsr_run import pack, unpack
-from hetu_fx.comm_ops.wire.split_run import result_like, take, write_slices
+from hetu_fx.comm_ops.wire.bsr_run import pack, result_like, take, unpack, write_slices
 
 Locals = dict[int, Tensor]
 

@@ -73,7 +73,7 @@ def test_hooks_of_torch_and_of_frameworks_belong_to_the_model(monkeypatch: pytes
     watching = Watching()
     prune.l1_unstructured(watching.model.layer, "weight", amount=0.5)
     watching.program()
-    monkeypatch.setattr(frameworks, "_known", dict(frameworks._known))
+    monkeypatch.setattr(frameworks._frameworks, "known", dict(frameworks._frameworks.known))
     register_framework(Framework(name="mine", own_hooks=(looks.__module__,)))
     watching.model.layer.register_forward_hook(looks)
     watching.program()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from hetu_fx.program.captures import Programs
-from hetu_fx.program.packing_safety import why_not_packed, why_not_padded
+from hetu_fx.program.filling_safety import why_not_packed, why_not_padded
 
 WORDS = 19
 

@@ -12,7 +12,7 @@ from torch import nn
 from hetu_fx.base.device_types import HOST
 from hetu_fx.comm_ops.wire.consensus import raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from hetu_fx.graph.row_dims import AskedRowDims
 from hetu_fx.lockstep import move_model
 from hetu_fx.plans.plan import Plan

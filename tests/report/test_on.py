@@ -17,8 +17,8 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import CommError, StateError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.report.read import read_log
+from hetu_fx.report.run_log import SETTLED
 from hetu_fx.report.sinks import EVENTS, CallSink, LogEntry
-from hetu_fx.report.spans import SETTLED
 
 ROWS, LENGTH, WIDTH = 4, 8, 3
 

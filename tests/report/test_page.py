@@ -11,8 +11,7 @@ import pytest
 
 from hetu_fx.cli.main import main
 from hetu_fx.planner.values.gathered_op import GATHERED_OP
-from hetu_fx.report.page.page import SECTIONS, html_page, report_json
-from hetu_fx.report.page.traffic import by_kind
+from hetu_fx.report.page import SECTIONS, by_kind, html_page, report_json
 from hetu_fx.report.read import read_log
 from hetu_fx.report.run import read_run
 from hetu_fx.report.updates import Entry

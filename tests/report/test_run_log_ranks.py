@@ -15,7 +15,7 @@ import hetu_fx
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import Prediction
-from hetu_fx.report.page.page import SECTIONS, report_json
+from hetu_fx.report.page import SECTIONS, report_json
 from hetu_fx.report.read import read_log
 from hetu_fx.switching.step.compiled_plans import GatheredRowsWarning
 

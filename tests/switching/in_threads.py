@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from hetu_fx.graph.bind import Batch
 from hetu_fx.plans.plan import Plan
 from hetu_fx.prepare import check_plans_and_choose_homes, make_runtime

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hetu_fx
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from hetu_fx.switching.home.tensor import HomeTensor
 from tests.program.guarded import BATCH
 from tests.switching.in_threads import runtime_of

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakValueDictionary
 
 from hetu_fx.deduction.factors.analyse import analyse
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.graph.graph import Graph
 from hetu_fx.transforms.layouts.flow import Flow, build_flow
 
+if TYPE_CHECKING:
+    from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
+
 
 @dataclass(frozen=True, eq=False)
 class AnalysedGraph:
-    """A graph, its factor classes, and what its values depend on."""
+    """A graph, its factor classes, and what its values depend on.
+
+    Attributes:
+        graph, factors, flow: these.
+        deduced: what was deduced of it and is in use, by a digest: ranks that are threads of one process share it.
+    """
 
     graph: Graph
     factors: FactorMap
     flow: Flow
+    deduced: WeakValueDictionary[bytes, DeducedGraph] = field(default_factory=WeakValueDictionary, init=False)
+
+    def __reduce__(self) -> tuple[type[AnalysedGraph], tuple[Graph, FactorMap, Flow]]:
+        return AnalysedGraph, (self.graph, self.factors, self.flow)
 
 
 @dataclass(frozen=True)

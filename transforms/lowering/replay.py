@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from hetu_fx.base.device_types import HOST, DeviceType, device_type_record
-from hetu_fx.base.per_rank import PerRank
+from hetu_fx.base.per_rank import own
 from hetu_fx.base.torch_private import foreach_copy, keeps_graph
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.graph.calls import draws
@@ -169,7 +170,7 @@ class _Loan:
         self.times = 0
 
 
-_pool = PerRank(_Pool)
+_pool = partial(own, _Pool)
 
 
 class _Record:
@@ -223,8 +224,8 @@ class _Record:
         if again:
             self._forward.replay()
         given = (one for one, is_root in zip(cotangents, self.differentiable, strict=True) if is_root)
-        for own, one in zip(self._cotangents, given, strict=True):
-            own.zero_() if one is None else own.copy_(one)
+        for kept, one in zip(self._cotangents, given, strict=True):
+            kept.zero_() if one is None else kept.copy_(one)
         assert self._backward is not None, "autograd asks only where something needs a gradient"
         self._backward.replay()
         found: list[Tensor | None] = [None] * len(self._inputs)

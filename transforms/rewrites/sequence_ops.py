@@ -3,12 +3,18 @@ attends in each by itself.
 
 What the second comes to depends on the device, as `KERNELS` says: slices for each sequence, torch's kernel for lengths
 that vary, or, where neither is there, the whole row under a mask, as without this op.
+
+Attention of packed rows by torch's kernel for sequences of varying lengths (FlashAttention; Dao 2023).
+
+Rows are laid one after another, as tokens (tokens, heads, d), and sequences are said by where they begin in that. It is
+what `torch.nn.attention.varlen` calls; here the log-sum-exp stays with the result, and the gradient is another op.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,10 +22,68 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import register_flop_formula
 
-from hetu_fx.comm_ops.ops.attention_runs import attend, gradients, result_like, token_places
+from hetu_fx.comm_ops.ops.attention_runs import attend, gradients, neighbour_runs, result_like, token_places
 from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, Places, work_dtype
 from hetu_fx.graph.meta import HALVES
-from hetu_fx.transforms.rewrites import varlen_attention
+
+aten = torch.ops.aten
+
+_LEAST_CAPABILITY = (8, 0)
+_MOST_CHANNELS = 256
+
+
+def takes_flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Tell whether the kernel is for this: whole rows in half precision without a mask, on a device that has it."""
+    channels = query.shape[-1]
+    is_one_size = channels == value.shape[-1] <= _MOST_CHANNELS and channels % 8 == 0
+    fits = mask is None and query.dtype in HALVES and query.shape[-2] == key.shape[-2] and is_one_size
+    return fits and torch.cuda.is_available() and torch.cuda.get_device_capability() >= _LEAST_CAPABILITY
+
+
+def _attend_by_flash(query: Tensor, part: KeyValueBlock) -> tuple[Tensor, Tensor]:
+    """Return the result (rows, heads, Q, d) and the log-sum-exp (rows, heads, Q)."""
+    rows, heads, length, _ = query.shape
+    given = *(_tokens(x) for x in (query, part.key, part.value)), *_sequences(query, part)
+    found = aten._flash_attention_forward(*given, 0.0, _is_causal(part), False, scale=part.scale)
+    return _rows(found[0], rows), found[1].reshape(heads, rows, length).transpose(0, 1).contiguous()
+
+
+def _flash_gradients(
+    gradient: Tensor, query: Tensor, part: KeyValueBlock, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    given = (_tokens(x) for x in (gradient, query, part.key, part.value, out))
+    sums = lse.transpose(0, 1).reshape(lse.shape[1], -1).contiguous()
+    seed, unused = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
+    found = aten._flash_attention_backward(
+        *given, sums, *_sequences(query, part), 0.0, _is_causal(part), seed, unused, scale=part.scale
+    )
+    dq, dk, dv = (_rows(x, query.shape[0]) for x in found)
+    return dq, dk, dv
+
+
+def _is_causal(part: KeyValueBlock) -> bool:
+    return part.offset is not None
+
+
+def _sequences(query: Tensor, part: KeyValueBlock) -> tuple[Tensor, Tensor, int, int]:
+    """Return where sequences begin among the tokens of queries and of keys, and the lengths of the longest."""
+    assert part.places is not None, "only packed rows come here"
+    lengths: list[int] = []
+    for rows, runs in neighbour_runs(part.places, is_causal=False):
+        lengths += [run.queries[1] for run in runs] * (rows.stop - rows.start)
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
+    return starts, starts, max(lengths), max(lengths)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """Return what is (rows, heads, tokens, d) as (rows x tokens, heads, d)."""
+    return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
+
+
+def _rows(tokens: Tensor, rows: int) -> Tensor:
+    return tokens.reshape(rows, -1, *tokens.shape[1:]).transpose(1, 2)
+
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 Shape = tuple[int, ...]
@@ -60,7 +124,7 @@ class SequenceKernel:
 
 KERNELS = (
     SequenceKernel("cpu", lambda *_: True, attend, gradients),
-    SequenceKernel("cuda", varlen_attention.takes, varlen_attention.attend, varlen_attention.gradients),
+    SequenceKernel("cuda", takes_flash, _attend_by_flash, _flash_gradients),
 )
 
 

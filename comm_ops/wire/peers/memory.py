@@ -25,6 +25,7 @@ import numpy as np
 from torch import Tensor
 
 from hetu_fx.base.machine import network_name
+from hetu_fx.base.per_rank import own
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.objects.messages import gather
@@ -293,9 +294,10 @@ class _Introduction(NamedTuple):
     @classmethod
     def own(cls, shared: SharedMemory | None) -> _Introduction:
         """Introduce this process."""
-        release_at_exit(_own)
+        own_word = own(_OwnWord)
+        release_at_exit(own_word)
         place = None if shared is None else shared.place
-        return cls(os.getpid(), ctypes.addressof(_own.word), bytes(_own.word), place, network_name())
+        return cls(os.getpid(), ctypes.addressof(own_word.word), bytes(own_word.word), place, network_name())
 
     def seen(self) -> mmap.mmap | None:
         """Return what the process shares, if its memory can be read."""
@@ -316,9 +318,6 @@ class _OwnWord:
     def release(self) -> None:
         """Take part no longer, as far as others can see."""
         self.word.raw = os.urandom(WORD_BYTES)
-
-
-_own = _OwnWord()
 
 
 def _told_by_all(table: GroupTable, ranks: tuple[int, ...], value: Any) -> list[Any]:

@@ -9,30 +9,25 @@ from typing import Any
 
 import torch
 
-from hetu_fx.deduction.rules import (
-    convolution,
-    embedding,
-    linalg,
-    normalization,
-    pointwise,
-    products,
-    reduction,
-    replica_rows,
-    routing,
-    slicing,
-    view,
-)
+from hetu_fx.deduction.rules import embedding, pointwise, products, reduction, routing, view
 from hetu_fx.deduction.rules.build import Linear, from_line, title
 from hetu_fx.deduction.rules.pointwise import TAG_RULE
 from hetu_fx.deduction.rules.rule import Builder, Rule
 
-_PRODUCTS = (*products.RULES, *linalg.RULES, *convolution.RULES, *routing.RULES)
-_ALONG_DIMS = (*reduction.RULES, *normalization.RULES)
-_MOVES = (*view.RULES, *slicing.RULES, *embedding.RULES, *replica_rows.RULES)
-RULES: Mapping[str, Rule] = {rule.op: rule for rule in (*pointwise.RULES, *_PRODUCTS, *_ALONG_DIMS, *_MOVES)}
+RULES: Mapping[str, Rule] = {
+    rule.op: rule for family in (pointwise, products, routing, reduction, view, embedding) for rule in family.RULES
+}
 
-_registered: dict[str, Rule] = {}
-_found: dict[str, Rule | None] = {}
+
+class _UserRules:
+    """The rules that users have added, by op, and what each op that was asked for has, of these or ours."""
+
+    def __init__(self) -> None:
+        self.registered: dict[str, Rule] = {}
+        self.found: dict[str, Rule | None] = {}
+
+
+_rules = _UserRules()
 
 
 def register_rule(op: str | Any, rule: str | Builder, *, linear: Linear = "none") -> Rule:
@@ -51,34 +46,34 @@ def register_rule(op: str | Any, rule: str | Builder, *, linear: Linear = "none"
     name = op if isinstance(op, str) else str(op)
     record = from_line(name, rule, linear) if isinstance(rule, str) else Rule(name, rule, title(rule))
     record = replace(record, traits=RULES[name].traits) if name in RULES else record
-    _registered[name] = record
-    _found.clear()
+    _rules.registered[name] = record
+    _rules.found.clear()
     return record
 
 
 def unregister_rule(op: str | Any) -> None:
     """Drop what `register_rule` registered for an op; KeyError if there is nothing."""
-    del _registered[op if isinstance(op, str) else str(op)]
-    _found.clear()
+    del _rules.registered[op if isinstance(op, str) else str(op)]
+    _rules.found.clear()
 
 
 def registered_rules() -> tuple[str, ...]:
     """Return what tells the rules that users have added from others: the op, and the line, or the function's code."""
-    codes = (getattr(rule.build, "__code__", None) for rule in _registered.values())
-    pairs = zip(_registered.items(), codes, strict=True)
+    codes = (getattr(rule.build, "__code__", None) for rule in _rules.registered.values())
+    pairs = zip(_rules.registered.items(), codes, strict=True)
     return tuple(sorted(f"{name} {rule.text} {code and code.co_code.hex()}" for (name, rule), code in pairs))
 
 
 def find_rule(target: Any) -> Rule | None:
     """Return the rule of an op, or None if nothing is known of it."""
     name = str(target)
-    if name not in _found:
-        _found[name] = _look_up(name, target)
-    return _found[name]
+    if name not in _rules.found:
+        _rules.found[name] = _look_up(name, target)
+    return _rules.found[name]
 
 
 def _look_up(name: str, target: Any) -> Rule | None:
-    for table in (_registered, RULES):
+    for table in (_rules.registered, RULES):
         if name in table:
             return table[name]
         for pattern, record in table.items():

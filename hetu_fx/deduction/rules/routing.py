@@ -18,17 +18,20 @@ from torch import fx
 
 from hetu_fx.deduction.rules.build import (
     EACH,
+    FIRST,
     change_dims,
     fresh_dims,
     full_name,
     keep_dims,
     names,
     opaque,
+    replace_dims,
     rules_for_ops,
 )
-from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.call import Call, Shape
 from hetu_fx.deduction.rules.forms import OnMissingFactor, OpTraits, PartCall, ShardedForm
-from hetu_fx.deduction.rules.rule import Factoring, Rule
+from hetu_fx.deduction.rules.rule import Dims, Factoring, LiteralSize, Rule
+from hetu_fx.deduction.rules.size import Size, integer
 from hetu_fx.graph.calls import callee
 
 aten = torch.ops.aten
@@ -121,7 +124,7 @@ def _outside(shard: PartCall, number: fx.Node, start: fx.Node | None, ends: fx.N
 
 OWN_GROUPS = OpTraits(sharded=ShardedForm(_product_of_own_groups, OnMissingFactor.SPREAD))
 
-RULES: tuple[Rule, ...] = (
+ROUTING: tuple[Rule, ...] = (
     *rules_for_ops(_sorted_along, "sort", "sort.stable", "argsort", "argsort.stable"),
     *rules_for_ops(top, "topk"),
     *rules_for_ops(histogram, "histc"),
@@ -167,3 +170,37 @@ OPS_BY_ROLE = {
     """,
 }
 ROLES: Mapping[str, Role] = {full_name(op): role for role, ops in OPS_BY_ROLE.items() for op in ops.split()}
+
+
+def _moved(call: Call, source: str, result: str) -> Factoring:
+    """Other rows in one dim, which is (outer, rows, inner); those of all replicas are never cut."""
+    dim, around = call.integer("dim"), {name: integer(call.integer(name)) for name in ("outer", "inner")}
+    sizes = {name: size for name, size in around.items() if size.number != 1}
+
+    def named(shape: Shape, rows: str) -> Dims:
+        inside = shape[dim]
+        for size in around.values():
+            inside = _over(inside, size)
+        sizes[rows] = inside
+        parts = (name for name in ("outer", rows, "inner") if name in sizes)
+        return replace_dims(fresh_dims(shape), {dim: tuple(parts)})
+
+    state, *others = (fresh_dims(operand.shape, f"o{i}_") for i, operand in enumerate(call.operands[1:]))
+    given, made = named(call.operands[0].shape, source), named(call.results[0], result)
+    literals = tuple(LiteralSize(call.at(name), (name,)) for name in around if name in sizes)
+    return Factoring((given, state, *others), (made,), sizes, names(state) | {"all"}, FIRST, literals=literals)
+
+
+def _over(size: Size, part: Size) -> Size:
+    rest = size.over(part)
+    assert rest is not None, "a dim that has rows is a product"
+    return rest
+
+
+REPLICA_ROWS: tuple[Rule, ...] = (
+    *rules_for_ops(opaque, "_local_scalar_dense", "hetu.leaf.default"),
+    *rules_for_ops(_moved, "hetu.place_rows.default", source="rows", result="all"),
+    *rules_for_ops(_moved, "hetu.own_rows.default", source="all", result="rows"),
+)
+
+RULES: tuple[Rule, ...] = (*ROUTING, *REPLICA_ROWS)

@@ -325,23 +325,28 @@ def call_seed(random_state: Tensor | None, site: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {step} {site}".encode(), digest_size=7).digest(), "little")
 
 
-_known: WeakValueDictionary[str, OpaqueCall] = WeakValueDictionary()
+class _Names:
+    """The calls of this process by the names of their ops, for as long as somebody keeps them, and the next number."""
+
+    def __init__(self) -> None:
+        self.calls: WeakValueDictionary[str, OpaqueCall] = WeakValueDictionary()
+        self.numbers = itertools.count()
+
+
+_names = _Names()
 
 
 def know(call: OpaqueCall) -> None:
     """Let ops of this name find the call, for as long as somebody keeps it: graphs keep those of their ops."""
-    _known[call.name] = call
+    _names.calls[call.name] = call
 
 
 def call_of_name(name: str) -> OpaqueCall:
     """Return the call of an op's name."""
-    found = _known.get(name)
+    found = _names.calls.get(name)
     if found is None:
         raise StateError(f"leaf {name!r} is none of this process, which has captured no model with it")
     return found
-
-
-_numbers = itertools.count()
 
 
 def new_name(invocation: Invocation, called: object) -> str:
@@ -350,7 +355,7 @@ def new_name(invocation: Invocation, called: object) -> str:
     how = f"{invocation.sizes} {invocation.differentiable} {modes} {invocation.autocasts}"
     told = (*_told_code(called), told_tree(invocation.given), how)
     digest = hashlib.sha256("\n".join(told).encode()).hexdigest()[:8]
-    return f"{invocation.label} {digest}#{next(_numbers)}"
+    return f"{invocation.label} {digest}#{next(_names.numbers)}"
 
 
 def without_number(name: str) -> str:

@@ -1,4 +1,4 @@
 """A plan executed on paper: events in time, as a timeline.
 
-`pipeline` makes jobs of a schedule, `events` runs them on lanes and links, `simulation` sums them up.
+`simulate` makes jobs of a schedule, `events` runs them on lanes and links, `simulation` sums them up.
 """

@@ -15,8 +15,7 @@ from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS_BY_NAME
 from hetu_fx.comm_ops.ops.table import FUSED_OPS
 from hetu_fx.comm_ops.wire.collectives import Exchange
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
-from hetu_fx.comm_ops.wire.threads.thread_transport import ThreadTransport
+from hetu_fx.comm_ops.wire.threads import ThreadTransport, run_in_threads
 from hetu_fx.errors import CommError
 
 LINEAR = "aten.linear.default"

@@ -19,7 +19,7 @@ def work(rank: int, store: str, results: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from hetu_fx.comm_ops.wire import two_level
+    from hetu_fx.comm_ops.wire import algorithms
     from hetu_fx.comm_ops.wire.groups import GroupTable, using
     from hetu_fx.transforms.lowering.lower import lower
     from tests.comm_ops.ops.test_overlapped_ranks import gradients_of, made, traced
@@ -33,7 +33,7 @@ def work(rank: int, store: str, results: Any) -> None:
             for backend in (None, "aot_eager"):
                 key = f"read {slices}", bool(sizes), backend
                 found[key] = gradients_of(lower(module, backend), *made(rank, sizes))
-            with patch.object(two_level, "peers_worth_reading", return_value=None):
+            with patch.object(algorithms, "peers_worth_reading", return_value=None):
                 found["sent", bool(sizes), None] = gradients_of(module, *made(rank, sizes))
     results.put((rank, found))
     dist.barrier()

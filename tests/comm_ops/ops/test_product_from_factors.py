@@ -12,7 +12,7 @@ from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS
 from hetu_fx.comm_ops.ops.table import FUSED_OPS
 from hetu_fx.comm_ops.plans.cost import EQUAL_LINKS
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 
 aten = torch.ops.aten
 SIZES = (3, 0, 4)

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
+from hetu_fx.comm_ops.wire import threads
 from hetu_fx.comm_ops.wire.flat import Flat
-from hetu_fx.comm_ops.wire.threads import thread_transport
-from hetu_fx.comm_ops.wire.threads.meetings import CollectiveCall, Members
-from hetu_fx.comm_ops.wire.threads.thread_transport import ThreadTransport
+from hetu_fx.comm_ops.wire.threads import CollectiveCall, Members, ThreadTransport
 
 
 @dataclass(frozen=True)
@@ -151,11 +150,11 @@ class RecordingTransport(ThreadTransport):
 
     def all_gather(self, parts: list[Flat], x: Flat, group: Members, *, is_async: bool = False) -> Any:
         call = CollectiveCall("all_gather", _forms(parts))
-        return self._meet(group, call, (parts, x), thread_transport._all_gather, is_async)
+        return self._meet(group, call, (parts, x), threads._all_gather, is_async)
 
     def reduce_scatter(self, result: Flat, parts: list[Flat], group: Members, *, is_async: bool = False) -> Any:
         call = CollectiveCall("reduce_scatter", _forms(parts))
-        return self._meet(group, call, (result, parts), thread_transport._reduce_scatter, is_async)
+        return self._meet(group, call, (result, parts), threads._reduce_scatter, is_async)
 
     def _meet(self, group: Members, call: Any, brings: Any, act: Any, is_async: bool) -> Any:
         if call.name != "objects":  # which go over gloo

@@ -13,7 +13,7 @@ from hetu_fx.comm_ops.wire.collectives import sum_all
 from hetu_fx.comm_ops.wire.flat import Flat, dense, is_dense
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.p2p import Tag, post
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from hetu_fx.errors import CommError
 from tests.comm_ops.at_once import flat, gather_in_place
 from tests.test_layers import MODULES

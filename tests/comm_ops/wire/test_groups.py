@@ -7,7 +7,7 @@ import torch
 
 from hetu_fx.comm_ops.wire import groups
 from hetu_fx.comm_ops.wire.groups import GroupTable, activate, active, guarded, using
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from hetu_fx.errors import CommError
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hetu_fx.comm_ops.wire import p2p
+from hetu_fx.comm_ops.wire import p2p, threads
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.threads import run
 from tests.comm_ops.wire.simulated_nccl import Posted, RecordingTransport, Sent, hang_of
 from tests.end_to_end.cells import PLANS, Cell
 from tests.end_to_end.parity_lockstep import check_trained, trained
@@ -129,7 +128,7 @@ CELLS = (
 def posted(monkeypatch: pytest.MonkeyPatch, losses_in_double: None) -> dict[int, list[Posted]]:
     found: dict[int, list[Posted]] = {}
     monkeypatch.setattr(RecordingTransport, "posted", found)
-    monkeypatch.setattr(run, "ThreadTransport", RecordingTransport)
+    monkeypatch.setattr(threads, "ThreadTransport", RecordingTransport)
     return found
 
 
@@ -171,12 +170,12 @@ def two_of_three(table: GroupTable) -> None:
 def test_a_first_message_waits_for_nobody_once_all_have_connected(
     posted: dict[int, list[Posted]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.run_in_threads(3, two_of_three)
+    threads.run_in_threads(3, two_of_three)
     assert len(posted) == 3
     assert hang_of(posted) == ""
     posted.clear()
     monkeypatch.setattr(GroupTable, "connect", lambda *_: None)
-    run.run_in_threads(3, two_of_three)
+    threads.run_in_threads(3, two_of_three)
     assert hang_of({2: [], **posted}).startswith("NCCL hangs:\nrank 0: sends to rank 1")
 
 

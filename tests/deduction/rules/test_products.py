@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from hetu_fx.check.verdict import judge
 from hetu_fx.deduction.rules.forms import PartCall
 from hetu_fx.deduction.rules.registry import RULES
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import arguments
+from hetu_fx.lockstep import Lockstep, train_alone
+from hetu_fx.plans.plan import Plan
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 PARTS = [(4, 4), (0, 7, 1), (5, 0, 3), (8, 0), (3, 1, 4)]
@@ -71,3 +74,23 @@ def test_keys_after_the_last_query_of_the_part_are_not_read() -> None:
         x[:, :, 5:] = float("nan")
     query = given[0].narrow(2, 3, 2)
     torch.testing.assert_close(middle(query, *given[1:]), middle(query, *with_other_keys[1:]))
+
+
+class EveryOtherChannel(nn.Module):
+    """Convolves, in two groups, every other channel of as many as the batch has; rows are the last dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv1d(2, 4, 3, padding=1, groups=2), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x.movedim(2, 0)[:, ::2]).flatten(1)).square().mean()
+
+
+@pytest.mark.parametrize("plan", [Plan.data_parallel((0, 1), (2, 1)), Plan.tensor_parallel((0, 1))])
+def test_groups_of_channels_that_only_the_run_counts_are_whole(plan: Plan) -> None:
+    torch.manual_seed(0)
+    model, batches = EveryOtherChannel().double(), [{"x": torch.randn(3, 3, 9).double()}]
+    how = Lockstep(row_dims={"x": 2})
+    verdict = judge("", train_alone(model, batches, how), how.train(model, batches, plan), 1e-12, "")
+    assert verdict.verdict == "equal", verdict

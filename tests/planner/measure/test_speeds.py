@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import hetu_fx
-import hetu_fx.planner.measure.speeds
+import hetu_fx.planner.api
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import ProfileError
+from hetu_fx.planner.api import FULL_TOKENS, MOST_ROWS, OwnBlocks, measure_on_blocks, most_rows
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.measure.block_times import BlockShard
 from hetu_fx.planner.measure.fit import counted_seconds
-from hetu_fx.planner.measure.speeds import FULL_TOKENS, MOST_ROWS, OwnBlocks, measure_on_blocks, most_rows
 from hetu_fx.program.captures import Programs
 from tests import model_zoo
 from tests.model_zoo import causal_batch
@@ -39,7 +39,7 @@ def take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         shard.backward(shard.forward(inputs))
         return times * seconds
 
-    monkeypatch.setattr(hetu_fx.planner.measure.speeds, "time_shard", run)
+    monkeypatch.setattr(hetu_fx.planner.api, "time_shard", run)
 
 
 def test_a_device_whose_blocks_take_twice_as_long_as_counted_is_half_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:

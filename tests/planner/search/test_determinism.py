@@ -17,8 +17,8 @@ from hetu_fx.planner.values.profile_file import Profile
 from tests.planner.search.hydraulis.test_adapter import PROBLEM
 from tests.planner.search.malleus.test_adapter import MODEL, eight
 from tests.planner.search.nets import UNEQUAL, problem
-from tests.planner.search.test_sharded import COSTS, paper
-from tests.planner.search.test_sharded import TIGHT as TIGHT_BYTES
+from tests.planner.test_searches import COSTS, paper
+from tests.planner.test_searches import TIGHT as TIGHT_BYTES
 
 ROOT = Path(__file__).parents[3]
 SLOWED = Problem(MODEL, eight({0: 2.6, 5: 1.4}).without([2, 3, 6, 7]))

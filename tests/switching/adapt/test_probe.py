@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hetu_fx.switching.adapt.own_times import Probe
+from hetu_fx.switching.adapt.health import Probe
 
 
 class Ticks:

@@ -15,7 +15,7 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.plans.plan import Plan
-from hetu_fx.switching.adapt.rehome_policy import LEAST_GAIN, STAY_STEPS, HomesFollow, Outlook, outlook
+from hetu_fx.switching.adapt.rehome import LEAST_GAIN, STAY_STEPS, HomesFollow, Outlook, outlook
 from hetu_fx.switching.bridge.bridge_plan import BridgeEntry
 from hetu_fx.switching.migrate.in_flight import HomeEvent, InFlightState
 from hetu_fx.switching.step.policy import Health

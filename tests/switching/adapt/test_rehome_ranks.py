@@ -18,7 +18,7 @@ import hetu_fx
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import StateError
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.switching.adapt import rehome_policy
+from hetu_fx.switching.adapt import rehome
 from hetu_fx.switching.adapt.health import HealthTracker
 from hetu_fx.switching.home.ops import HomeTensor
 from hetu_fx.switching.migrate.in_flight import HomeEvent
@@ -357,7 +357,7 @@ def follow_there_and_back(rank: int) -> None:
         hetu._adaptation.adapt(rates)
         while hetu.is_planning:
             train(1)
-        train(rehome_policy.STAY_STEPS + 2)
+        train(rehome.STAY_STEPS + 2)
 
     def moves() -> list[HomeEvent]:
         return [event for event in hetu.stats["homes"] if event.event == "moved"]
@@ -384,7 +384,7 @@ def follow_there_and_back(rank: int) -> None:
 
 def check_homes_and_all_that_belongs_to_them_follow_plans_for_slow_devices(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rehome_policy, "STAY_STEPS", 3)
+        patch.setattr(rehome, "STAY_STEPS", 3)
         follow_there_and_back(rank)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetu_fx.comm_ops.wire.consensus import StepFacts
-from hetu_fx.switching.adapt.own_times import PROBE_SECONDS, PROBE_SHARE, Baselines, Standby
+from hetu_fx.switching.adapt.health import PROBE_SECONDS, PROBE_SHARE, Baselines, Standby
 
 
 class Told:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hetu_fx.switching.adapt.own_times import UpdateTimes
+from hetu_fx.switching.adapt.health import UpdateTimes
 
 
 class Ticks:

@@ -11,7 +11,7 @@ import torch
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Sharding, Split
 from hetu_fx.comm_ops.plans.routes import RouteKind
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from hetu_fx.errors import AnnotationError, StateError
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry, Reduction, plan_bridge
 from hetu_fx.switching.bridge.bridge_plan import taken_once

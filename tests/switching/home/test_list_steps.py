@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation, Split
-from hetu_fx.switching.home import stepped
+from hetu_fx.switching.home import held
+from hetu_fx.switching.home.held import numbered_optimizers
 from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
-from hetu_fx.switching.home.stepped import numbered_optimizers
 from hetu_fx.switching.home.tensor import OPS
 
 CUT = home_layout(Annotation.on((0, 1), Split(0, (2, 1))), (6, 4), 0, 2)
@@ -94,7 +94,7 @@ def list_kernels_of_homes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_on_pieces_write_the_same_as_often(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = trained(OPTIMIZERS[name])
-    monkeypatch.setattr(stepped, "_POINTWISE", frozenset())
+    monkeypatch.setattr(held, "_POINTWISE", frozenset())
     expected = trained(OPTIMIZERS[name])
     assert [versions for *versions, _ in found] == [versions for *versions, _ in expected]
     assert all(torch.equal(piece, other) for (*_, piece), (*_, other) in zip(found, expected, strict=True))
@@ -115,7 +115,7 @@ def test_what_a_rank_has_nothing_of_comes_out_as_if_kernels_had_it(name: str, mo
         return made[-1]
 
     found = trained(make, *homes(ELSEWHERE))
-    monkeypatch.setattr(stepped, "_POINTWISE", frozenset())
+    monkeypatch.setattr(held, "_POINTWISE", frozenset())
     expected = trained(make, *homes(ELSEWHERE))
     assert [versions for *versions, _ in found] == [versions for *versions, _ in expected]
     assert all(torch.equal(piece, other) for (*_, piece), (*_, other) in zip(found, expected, strict=True))
@@ -176,7 +176,7 @@ def test_small_pieces_on_a_host_are_stepped_by_lists_as_one_by_one(name: str, mo
     make, made = AS_TORCH_MAKES_THEM[name], list[torch.optim.Optimizer]()
     found = trained(lambda p: [made.append(make(p)), made[0]][1])
     assert [group["foreach"] for group in made[0].param_groups] == [None]
-    monkeypatch.setattr(stepped, "_SMALL_BYTES", -1)
+    monkeypatch.setattr(held, "_SMALL_BYTES", -1)
     for (*_, piece), (*_, other) in zip(found, trained(make), strict=True):
         torch.testing.assert_close(piece, other, rtol=0, atol=0)
 
@@ -186,18 +186,18 @@ def test_small_pieces_on_a_host_are_stepped_by_lists_as_one_by_one(name: str, mo
 )
 def test_a_group_that_asks_for_something_else_gets_it(options: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(homes(), **options)
-    stepped.begin_step(optimizer)
+    held.begin_step(optimizer)
     assert optimizer.param_groups[0]["foreach"] is options.get("foreach")
-    stepped.end_step()
+    held.end_step()
 
 
 def test_a_step_that_fails_leaves_a_group_as_it_was_once_another_one_begins() -> None:
     optimizer = torch.optim.AdamW(homes())
-    stepped.begin_step(optimizer)
+    held.begin_step(optimizer)
     assert optimizer.param_groups[0]["foreach"] is True
-    stepped.begin_step(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+    held.begin_step(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
     assert optimizer.param_groups[0]["foreach"] is None
-    stepped.end_step()
+    held.end_step()
 
 
 def test_kernels_of_another_optimizer_are_given_home_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from hetu_fx.annotations.annotation import Annotation, Split
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.switching.home import stepped, writes
+from hetu_fx.switching.home import held, writes
 from hetu_fx.switching.home.journal import Journal, journal
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 from hetu_fx.switching.home.parameters import Buffers
@@ -121,7 +121,7 @@ def test_a_step_that_fails_lasts_to_the_end_of_its_round() -> None:
 
 def test_a_rate_may_be_a_tensor() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=torch.tensor(0.5))
-    assert dict(stepped.optimizer_rates(optimizer)[0])["lr"] == (0.5,)
+    assert dict(held.optimizer_rates(optimizer)[0])["lr"] == (0.5,)
 
 
 RATES = ((("lr", (0.1,)), ("betas", (0.9, 0.99))),)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation, Split
+from hetu_fx.switching.home.held import numbered_optimizers
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
-from hetu_fx.switching.home.stepped import numbered_optimizers
 
 CUT = home_layout(Annotation.on((0, 1), Split(0, (2, 1))), (6, 4), 0, 2)
 

@@ -21,7 +21,7 @@ from hetu_fx.comm_ops.wire.peers.system import Extents, copy_extents
 from hetu_fx.errors import StateError
 from hetu_fx.switching.migrate import byte_runs
 from hetu_fx.switching.migrate.byte_runs import contiguous_runs, in_long_runs, num_runs, slice_reads
-from hetu_fx.switching.migrate.node_memory import take
+from hetu_fx.switching.migrate.migrate import take
 from tests.oracles.annotation_reference import shard
 from tests.oracles.annotation_samples import random_annotation
 

@@ -162,8 +162,8 @@ def test_threads_finish_before_the_groups_that_they_use_are_let_go(trip: Trip, m
         def release(self) -> None:
             held_at_release.append(trip.way._journey is None)
 
-    monkeypatch.setattr(shutdown, "_holders", [Holder()])
-    monkeypatch.setattr(shutdown, "_users", [trip.way])
+    monkeypatch.setattr(shutdown.communication, "holders", [Holder()])
+    monkeypatch.setattr(shutdown.communication, "users", [trip.way])
     threading.Timer(0.05, trip.arrive).start()
     shutdown.leave_world()
     assert held_at_release == [True]

@@ -20,7 +20,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.peers import system
 from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.ops import HomeTensor
-from hetu_fx.switching.migrate import byte_runs, node_memory
+from hetu_fx.switching.migrate import byte_runs
 from hetu_fx.switching.migrate import migrate as migrate_module
 from hetu_fx.switching.migrate.buckets import Carrier
 from hetu_fx.switching.migrate.in_flight import InFlightState
@@ -123,7 +123,7 @@ def forbid_reading(patch: pytest.MonkeyPatch, is_forbidden: bool) -> None:
 
 def has_no_room(patch: pytest.MonkeyPatch) -> None:
     """Let there be no memory to pack in for others."""
-    patch.setattr(node_memory, "shared_memory", lambda *arguments, **options: None)
+    patch.setattr(migrate_module, "shared_memory", lambda *arguments, **options: None)
 
 
 def check_all_slices_may_be_read_where_they_are(rank: int, world: int, folder: Path) -> None:
@@ -157,7 +157,7 @@ def check_a_rank_that_cannot_read_any_more_fails_on_all_and_changes_nothing(
 ) -> None:
     plains, homes = parameters(rank)
     table = GroupTable()
-    assert node_memory.all_reach(table, []) is not None
+    assert migrate_module.all_reach(table, []) is not None
     with pytest.MonkeyPatch.context() as patch:
         forbid_reading(patch, rank == 2)
         with pytest.raises(StateError, match="could not be read from process"):
@@ -173,7 +173,7 @@ def check_messages_are_sent_where_memory_is_not_shared(rank: int, world: int, fo
             forbid_reading(patch, is_forbidden=True)
             if rank in apart:  # it has no room to share, and sees nobody else's
                 has_no_room(patch)
-                patch.setattr(node_memory, "map_remote_memory", lambda *arguments, **options: None)
+                patch.setattr(migrate_module, "map_remote_memory", lambda *arguments, **options: None)
             plan = moved(homes, [], targets, extra_share=1e-3, least_extra_bytes=0)
         assert plan.transport is (Carrier.SENT if apart else Carrier.SHARED)
         assert_same(homes, plains)
@@ -183,7 +183,7 @@ def check_messages_are_sent_from_a_rank_that_has_no_room_to_share_any_more(rank:
     plains, homes = parameters(rank)
     for targets, transport in ((ELSEWHERE, Carrier.DIRECT), (BEFORE, Carrier.SHARED)):
         table = GroupTable()
-        assert node_memory.all_share(table, is_able=True)
+        assert migrate_module.all_share(table, is_able=True)
         with pytest.MonkeyPatch.context() as patch:
             forbid_reading(patch, transport is Carrier.SHARED)
             if rank == 1:

@@ -10,7 +10,7 @@ from torch import nn
 
 from hetu_fx.comm_ops.wire.consensus import agree
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from hetu_fx.errors import BatchError
 from hetu_fx.program.batch import batch_from_call
 from hetu_fx.program.captures import Programs

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hetu_fx.check.verdict import judge
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from hetu_fx.errors import ForwardCheckError, PlanError
 from hetu_fx.graph.graph import OutputKind, OutputLeaf
 from hetu_fx.lockstep import Lockstep, train_alone

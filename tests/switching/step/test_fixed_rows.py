@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from hetu_fx.errors import BatchError
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.switching.in_threads import runtime_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.comm_ops.wire.peers.rounds import open_rounds
+from hetu_fx.comm_ops.wire.peers.mail import open_rounds
 from hetu_fx.errors import DivergedError
 from hetu_fx.switching.step.loss import start_marked_sum, start_sum_by_round
 

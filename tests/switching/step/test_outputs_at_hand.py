@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import hetu_fx
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from hetu_fx.errors import StateError
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.switching.home.ops import full_tensor

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from hetu_fx.errors import PlanError, StateError
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from hetu_fx.transforms.lowering.lower import lower
 from tests.transforms.lowering.recorder import Recorder
 from tests.transforms.lowering.test_block_modules import WIDTH, Cut, Tower
-from tests.transforms.lowering.test_compiled import module_of
+from tests.transforms.lowering.test_lower import module_of
 
 aten, hetu = torch.ops.aten, torch.ops.hetu
 budget = torch._functorch.config.patch

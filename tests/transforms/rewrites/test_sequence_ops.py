@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, gradients
-from hetu_fx.transforms.rewrites import sequence_ops, varlen_attention
+from hetu_fx.transforms.rewrites import sequence_ops
 from hetu_fx.transforms.rewrites.sequence_ops import KERNELS
 
 ops = torch.ops.hetu
@@ -140,8 +140,8 @@ def test_torchs_kernel_for_varying_lengths_is_given_rows_as_tokens_and_sequences
     is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played = FromSequences()
-    monkeypatch.setattr(varlen_attention.aten, "_flash_attention_forward", played.forward)
-    monkeypatch.setattr(varlen_attention.aten, "_flash_attention_backward", played.backward)
+    monkeypatch.setattr(sequence_ops.aten, "_flash_attention_forward", played.forward)
+    monkeypatch.setattr(sequence_ops.aten, "_flash_attention_backward", played.backward)
     monkeypatch.setattr(
         sequence_ops, "KERNELS", tuple(_on_cpu(kernel) for kernel in KERNELS if kernel.device == "cuda")
     )
@@ -166,12 +166,12 @@ def test_torchs_kernel_for_varying_lengths_takes_halves_without_a_mask_on_device
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     halves, singles = tensors(torch.bfloat16), tensors(torch.float32)
-    assert varlen_attention.takes(*halves, None)
-    assert not varlen_attention.takes(*halves, sees(numbers(), False))
-    assert not varlen_attention.takes(*singles, None)
-    assert not varlen_attention.takes(halves[0][:, :, :4], *halves[1:], None)
+    assert sequence_ops.takes_flash(*halves, None)
+    assert not sequence_ops.takes_flash(*halves, sees(numbers(), False))
+    assert not sequence_ops.takes_flash(*singles, None)
+    assert not sequence_ops.takes_flash(halves[0][:, :, :4], *halves[1:], None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert not varlen_attention.takes(*halves, None)
+    assert not sequence_ops.takes_flash(*halves, None)
 
 
 def test_results_are_laid_out_as_their_fakes() -> None:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.peers import memory, rounds
+from hetu_fx.comm_ops.wire.peers import mail, memory
+from hetu_fx.comm_ops.wire.peers.mail import MOST_NUMBERS, RING, SharedRounds, open_rounds
 from hetu_fx.comm_ops.wire.peers.memory import Peers
-from hetu_fx.comm_ops.wire.peers.rounds import MOST_NUMBERS, RING, SharedRounds, open_rounds
 from hetu_fx.comm_ops.wire.small_sums import reduce_small
 from hetu_fx.errors import CommError, DivergedError
 
@@ -122,7 +122,7 @@ def check_too_many_numbers_are_refused(rank: int, world: int, folder: Path) -> N
 def check_what_is_half_written_is_not_heard(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         table = opened("torn")
-        patch.setattr(rounds, "crc32", lambda body, start=None: rank if start is not None else zlib.crc32(body))
+        patch.setattr(mail, "crc32", lambda body, start=None: rank if start is not None else zlib.crc32(body))
         said = table.say([1.0], "numbers")
         dist.barrier()
         patch.undo()

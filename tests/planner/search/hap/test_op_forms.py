@@ -10,8 +10,8 @@ from hetu_fx.planner.count.graph_problem import GraphProblem, factor_name, graph
 from hetu_fx.planner.search.hap.op_forms import SynthesisRules, op_forms
 from hetu_fx.planner.search.hap.tensor_states import COPY, PARTIAL, SHARED, Layout, split
 from hetu_fx.program.program import make_program
+from hetu_fx.transforms.layouts.axis import ProgramStrategies
 from hetu_fx.transforms.layouts.program_choices import OpCut
-from hetu_fx.transforms.layouts.program_strategies import ProgramStrategies
 from hetu_fx.transforms.layouts.sequence_parallel import UNCUT
 from hetu_fx.transforms.layouts.states import WHOLE, AxisState, OpStrategy, SplitOn, Summed
 from hetu_fx.transforms.layouts.strategies import gives_summands

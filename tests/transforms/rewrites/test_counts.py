@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, OutputKind
-from hetu_fx.transforms.rewrites.count_checks import MOST_COUNTED, CountChecks
+from hetu_fx.transforms.rewrites.counts import MOST_COUNTED, CountChecks
 
 aten = torch.ops.aten
 NAN, INF = float("nan"), float("inf")

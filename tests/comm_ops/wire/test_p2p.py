@@ -12,14 +12,12 @@ from torch.utils import _pytree as pytree
 
 from hetu_fx.comm_ops.plans.algorithm import parse_algorithm
 from hetu_fx.comm_ops.plans.ways import STAGED, Way
-from hetu_fx.comm_ops.wire import staging
+from hetu_fx.comm_ops.wire import p2p
 from hetu_fx.comm_ops.wire.collectives import sum_all
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.comm_ops.wire.p2p import Tag, post
-from hetu_fx.comm_ops.wire.staging import StagedArrival, StagedMessage
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
-from hetu_fx.comm_ops.wire.threads.thread_transport import ThreadTransport
+from hetu_fx.comm_ops.wire.p2p import StagedArrival, StagedMessage, Tag, post
+from hetu_fx.comm_ops.wire.threads import ThreadTransport, run_in_threads
 from tests.comm_ops.at_once import chosen, flat
 from tests.kinds import testkind
 from tests.kinds.testkind import NAME, PLACE, on_testkind
@@ -47,7 +45,7 @@ def numbers(rank: int, device: torch.device, size: int = 7) -> Tensor:
 @pytest.mark.parametrize("size", [0, 1, 4, 5, 12, 13])
 @on_testkind
 def test_messages_both_ways_arrive_whatever_their_chunks(types: list[str], size: int) -> None:
-    staging.CHUNK_BYTES = 32  # four numbers
+    p2p.CHUNK_BYTES = 32  # four numbers
 
     def swap(table: GroupTable, device: torch.device) -> Tensor:
         peer, room = 1 - table.rank, torch.zeros(size, dtype=torch.float64, device=device)
@@ -138,7 +136,7 @@ class Later:
 
 @on_testkind
 def test_a_chunk_goes_on_to_the_device_before_the_next_is_waited_for() -> None:
-    staging.CHUNK_BYTES, told = 4, []
+    p2p.CHUNK_BYTES, told = 4, []
     value = torch.zeros(10, dtype=torch.uint8, device=PLACE)
     message = StagedMessage.of(Flat.over(value))
 
@@ -158,7 +156,7 @@ def test_a_chunk_goes_on_to_the_device_before_the_next_is_waited_for() -> None:
 
 @on_testkind
 def test_a_chunk_is_copied_from_the_device_when_it_is_asked_for() -> None:
-    staging.CHUNK_BYTES = 4
+    p2p.CHUNK_BYTES = 4
     value = torch.zeros(8, dtype=torch.uint8, device=PLACE)
     leaving = StagedMessage.of(Flat.over(value)).leaving()
     first = next(leaving)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.checkpoint.snapshot_files import SnapshotMemory, SnapshotMoment, SnapshotPart, read_name
-from hetu_fx.checkpoint.snapshot_store import SnapshotWriter, find_snapshot
+from hetu_fx.checkpoint.snapshots import SnapshotWriter, find_snapshot
 from hetu_fx.checkpoint.tensor_files import Key, RankShards
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import CheckpointError

@@ -12,7 +12,7 @@ from hetu_fx.comm_ops.plans.sum_tree import sum_tree
 from hetu_fx.comm_ops.wire import consensus
 from hetu_fx.comm_ops.wire.consensus import GATHER_EVERY, LocalFacts, StepFacts, agree
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from hetu_fx.errors import HetuFxError
 
 SIZE = 6

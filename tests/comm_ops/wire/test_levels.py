@@ -7,7 +7,7 @@ import torch
 from hetu_fx.comm_ops.plans.algorithm import Algorithm
 from hetu_fx.comm_ops.wire.algorithms import Collectives
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from tests.comm_ops.at_once import chosen
 
 RANKS = tuple(range(8))

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from hetu_fx.comm_ops.wire.consensus import StepFacts, all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads import run_in_threads
 from hetu_fx.errors import BatchError
 from hetu_fx.plans.plan import Plan
-from hetu_fx.switching.step.same_inputs import SameInputs, Summary, are_unlike, digest
+from hetu_fx.switching.agreement import SameInputs, Summary, are_unlike, digest
 from tests.ranks.outputs import Ranks
 
 

@@ -31,7 +31,7 @@ from hetu_fx.errors import EnvironmentProblem, HetuFxError
 from hetu_fx.launch.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
 from hetu_fx.launch.emulate.emulation_plan import LimitChoice
 from hetu_fx.launch.emulate.spec import parse_memory, parse_rate, parse_speeds
-from hetu_fx.launch.job import LaunchSpec, NodesSpec
+from hetu_fx.launch.job import NO_RUN_ID, LaunchSpec, NodesSpec
 
 ERROR_STATUS = 2
 SHELLS = ("bash", "zsh", "fish")
@@ -217,7 +217,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         metavar="HOST[:PORT],...",
         help="where they meet; the machine of the first that lives serves it",
     )
-    parser.add_argument("--rdzv-id", default="none", metavar="NAME", help="the job's name (default: %(default)s)")
+    parser.add_argument("--rdzv-id", default=NO_RUN_ID, metavar="NAME", help="the job's name (default: %(default)s)")
     parser.add_argument("--rdzv-conf", default="", metavar="NAME=SECONDS,...", help="what the rendezvous waits for")
     parser.add_argument("--events", type=Path, metavar="FILE", help="log starts, losses and joins as lines of JSON")
 

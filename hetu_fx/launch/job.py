@@ -28,6 +28,8 @@ from hetu_fx.base.launcher_end import end_with_parent
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch.times import Times
 
+NO_RUN_ID = "none"  # torchrun's word too
+
 
 @dataclass(frozen=True, slots=True)
 class NodesSpec:
@@ -44,7 +46,7 @@ class NodesSpec:
     least: int
     most: int
     endpoints: str
-    run_id: str = "none"
+    run_id: str = NO_RUN_ID
     times: Times = field(default_factory=Times)
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousParameters
 
@@ -54,32 +54,8 @@ class Round:
     nodes: tuple[str, ...]
 
 
-class Rounds(Protocol):
-    """Who takes part in each start."""
-
-    def descriptors(self) -> list[int]:
-        """Return file descriptors that are the launcher's alone; see `fork_child`."""
-
-    def ask(self, workers: int, reason: str) -> Round | None:
-        """Want the next start with that many processes here; return it once it is settled.
-
-        Args:
-            workers: of this machine.
-            reason: why the last start ended before a step's end; "" where it did not.
-        """
-
-    def finish(self) -> bool:
-        """Tell that the processes of this machine are done; return whether all are."""
-
-    def close(self, reason: str, *, is_of_all: bool) -> None:
-        """Leave, at a step's end or for a reason; if `is_of_all`, the job ends."""
-
-    def end(self) -> None:
-        """Wait until that is done."""
-
-
 class LocalRounds:
-    """Of a job on this machine alone: whoever is there takes part."""
+    """Of a job on this machine alone: whoever is there takes part. For what its methods are see `NodeRounds`."""
 
     def __init__(self, descriptors: Descriptors) -> None:
         self._descriptors = descriptors
@@ -123,7 +99,7 @@ class NodeRounds:
         self.channel = MessageChannel(end)
 
     def descriptors(self) -> list[int]:
-        """Return those of the processes that do the rest."""
+        """Return file descriptors that are the launcher's alone; see `fork_child`."""
         store = [] if self.store is None else [self.store.channel.fileno()]
         return [self.channel.socket.fileno(), *store]
 
@@ -137,9 +113,13 @@ class NodeRounds:
                 self._settled = Round(**{**fields, "nodes": tuple(message["nodes"])})
 
     def ask(self, workers: int, reason: str) -> Round | None:
-        """Return the next start, once it is settled; until then the number of processes may change.
+        """Want to be in the next start, and return it once it is settled; until then `workers` may change.
 
         Each time a store is served: the round says at once where its workers meet, whoever turns out to be the first.
+
+        Args:
+            workers: how many processes this machine brings.
+            reason: why the last start ended before a step's end; "" where it did not.
         """
         if self._settled is not None:
             settled, self._settled, self._asked = self._settled, None, 0
@@ -154,12 +134,12 @@ class NodeRounds:
         return None
 
     def finish(self) -> bool:
-        """Tell it; the others' end is told by a message."""
+        """Tell that the processes here are done; return whether all are, of which a message tells otherwise."""
         self.channel.send("finish")
         return False
 
     def close(self, reason: str, *, is_of_all: bool) -> None:
-        """Tell the other machines."""
+        """Leave the job, at a step's end or for a reason; if `is_of_all`, it ends."""
         self.channel.send("close", reason=reason, is_of_all=is_of_all)
 
     def end(self) -> None:
@@ -209,10 +189,10 @@ def _go_to_rendezvous(spec: NodesSpec, end: socket.socket) -> int:
     """Be the process of a machine at the rendezvous."""
     _ignore_ends()
     channel = MessageChannel(end)
-    bounds = {name: value for name, value in asdict(spec.times).items()}
+    counts = spec.least, spec.most
     try:
         rendezvous = HetuRendezvous(
-            RendezvousParameters(BACKEND, spec.endpoints, spec.run_id, spec.least, spec.most, **bounds)
+            RendezvousParameters(BACKEND, spec.endpoints, spec.run_id, *counts, **asdict(spec.times))
         )
     except (RendezvousError, EnvironmentProblem, OSError) as error:
         channel.send("refused", reason=str(error))

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+NODE_VARIABLE = "HETU_FX_NODE"
+
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACES = Path("/proc/self/ns")
 _DIGEST_LENGTH = 12
@@ -26,7 +28,7 @@ def node_name() -> str:
     It is the hostname and, after an @, a digest of the boot and of the namespace of processes: ids of processes hold
     for all that have this name. People are shown `short_names`.
     """
-    return os.environ.get("HETU_FX_NODE") or f"{socket.gethostname()}@{_digest('pid')}"
+    return os.environ.get(NODE_VARIABLE) or f"{socket.gethostname()}@{_digest('pid')}"
 
 
 def memory_name() -> str:
@@ -34,7 +36,7 @@ def memory_name() -> str:
 
     Machines of one name have folders of one name, each on its own disks; on shared ones files have names of their own.
     """
-    return os.environ.get("HETU_FX_NODE") or socket.gethostname()
+    return os.environ.get(NODE_VARIABLE) or socket.gethostname()
 
 
 def network_name() -> str:

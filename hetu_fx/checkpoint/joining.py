@@ -1,12 +1,12 @@
-"""A process that is ready joins a run under way at a step's end: all run the script again then, together with it."""
+"""Processes join a run under way, or leave it, at a step's end: all others run the script again then."""
 
 from __future__ import annotations
 
 import threading
 
-# Set once the launcher has a process that waits to join; it is cleared when the script is run again.
+# Set once the launcher has processes that wait to join or are to leave; cleared when the script is run again.
 asked = threading.Event()
 
 
 class Joining(SystemExit):
-    """Ends the script at a step whose snapshot is whole, so that it goes on from there with more processes."""
+    """Ends the script at a step whose snapshot is whole, so that it goes on from there with other processes."""

@@ -287,8 +287,8 @@ class Snapshots:
         """Tell that a step is finished, optimizer and schedulers included; every k-th call takes a snapshot.
 
         Collective. `extra` is any JSON object: what else a run needs to go on, such as its position in the data.
-        Returns when the state is copied; the rest is done beside the next steps. Where `hetu-fx launch` has a process
-        that waits to join, a snapshot is taken and waited for, and the script is run again, together with that.
+        Returns when the state is copied; the rest is done beside the next steps. Where `hetu-fx launch` has processes
+        that wait to join, or are to leave, a snapshot is taken and waited for, and the script is run again with others.
 
         Raises:
             CommError: storing the snapshot before failed, as a process is gone.
@@ -345,7 +345,7 @@ class Snapshots:
         return self._from_checkpoint(choice, newest)
 
     def tell(self) -> dict[str, float]:
-        """Say whether this process knows of one that is ready to join."""
+        """Say whether this process knows of others that are ready to join, or is to leave."""
         return {"is_joined": joining.asked.is_set()}
 
     def observe(self, facts: StepFacts) -> None:
@@ -356,7 +356,7 @@ class Snapshots:
         """End the script if this step can be gone on from; else the next one's end is tried."""
         self.wait()
         if self.last_step == self._runtime.step:
-            raise joining.Joining(f"a process joins after step {self.last_step}")
+            raise joining.Joining(f"processes join or leave after step {self.last_step}")
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor]]:
         for name, tensor in checkpoint_tensors(self._runtime).items():

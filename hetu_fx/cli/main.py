@@ -29,7 +29,7 @@ from hetu_fx.errors import EnvironmentProblem, HetuFxError
 from hetu_fx.launch.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
 from hetu_fx.launch.emulate.emulation_plan import LimitChoice
 from hetu_fx.launch.emulate.spec import parse_memory, parse_rate, parse_speeds
-from hetu_fx.launch.job import LaunchSpec
+from hetu_fx.launch.job import NO_RUN_ID, LaunchSpec, NodesSpec
 
 IDLE_MINUTES = 10.0
 
@@ -254,7 +254,7 @@ def _call_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `hetu-fx launch`."""
-    parser.usage = "hetu-fx launch --nproc N [options] -- SCRIPT [ARGUMENTS]"
+    parser.usage = "hetu-fx launch --nproc N [--nnodes 1:3 --rdzv-endpoint HOST:PORT] [options] -- SCRIPT [ARGUMENTS]"
     parser.add_argument("--nproc", type=int, required=True, metavar="N", help="processes on this machine")
     parser.add_argument(
         "--min-nproc", type=int, metavar="M", help="continue with as few when some are lost (default: N)"
@@ -275,6 +275,16 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     ):
         option = "--grace" if name == "grace" else f"--{name}-after"
         parser.add_argument(option, dest=f"{name}_seconds", type=float, default=default, metavar="SECONDS", help=what)
+    parser.add_argument(
+        "--nnodes", metavar="MIN[:MAX]", help="machines of the job, which may differ (default: this one)"
+    )
+    parser.add_argument(
+        "--rdzv-endpoint",
+        metavar="HOST[:PORT],...",
+        help="where they meet; the machine of the first that lives serves it",
+    )
+    parser.add_argument("--rdzv-id", default=NO_RUN_ID, metavar="NAME", help="the job's name (default: %(default)s)")
+    parser.add_argument("--rdzv-conf", default="", metavar="NAME=SECONDS,...", help="what the rendezvous waits for")
     parser.add_argument("--events", type=Path, metavar="FILE", help="log starts, losses and joins as lines of JSON")
 
 
@@ -282,9 +292,12 @@ def _call_launch(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx launch`; the status is the script's."""
     from hetu_fx.launch import worker
 
-    given = {field.name: getattr(options, field.name) for field in fields(LaunchSpec) if field.name != "command"}
+    rendezvous = options.rdzv_endpoint, options.rdzv_id, options.rdzv_conf
+    nodes = None if options.nnodes is None else NodesSpec.of(options.nnodes, *rendezvous)
+    names = {field.name for field in fields(LaunchSpec)} - {"command", "nodes"}
+    given = {name: getattr(options, name) for name in names}
     least = options.nproc if options.min_nproc is None else options.min_nproc
-    return worker.run(LaunchSpec(tuple(rest), **{**given, "min_nproc": least}))
+    return worker.run(LaunchSpec(tuple(rest), **{**given, "min_nproc": least, "nodes": nodes}))
 
 
 COMMANDS = {

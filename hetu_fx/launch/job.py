@@ -20,12 +20,53 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hetu_fx.base.launcher_end import end_with_parent
 from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.launch.times import Times
+
+NO_RUN_ID = "none"  # torchrun's word too
+
+
+@dataclass(frozen=True, slots=True)
+class NodesSpec:
+    """The machines of a job, and where they meet.
+
+    Attributes:
+        least: as few machines are enough.
+        most: further ones wait.
+        endpoints: `host:port,...`, where the rendezvous is served, by the machine of the first that is there.
+        run_id: of the job; all machines have the same.
+        times: what the rendezvous waits for.
+    """
+
+    least: int
+    most: int
+    endpoints: str
+    run_id: str = NO_RUN_ID
+    times: Times = field(default_factory=Times)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise EnvironmentProblem(
+                f"--nnodes is {self.least}:{self.most}\nhint: give the least and the most, like --nnodes 1:3"
+            )
+
+    @classmethod
+    def of(cls, counts: str, endpoints: str | None, run_id: str, conf: str) -> NodesSpec:
+        """Read the command line, which has torchrun's words. Raises EnvironmentProblem for what cannot be."""
+        least, _, most = counts.partition(":")
+        if not least.isdigit() or not (most or least).isdigit():
+            raise EnvironmentProblem(f"--nnodes is {counts!r}\nhint: give a number of machines, or like 1:3 two")
+        if not endpoints:
+            raise EnvironmentProblem(
+                "--nnodes needs --rdzv-endpoint\nhint: give all machines the same, like --rdzv-endpoint 10.0.0.1:29400"
+            )
+        given = dict(pair.partition("=")[::2] for pair in conf.split(",") if pair)
+        return cls(int(least), int(most or least), endpoints, run_id, Times.of(given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +84,7 @@ class LaunchSpec:
             to end by themselves after SIGTERM.
         rejoin_seconds: after so long a lost one is started again and joins those that went on; None: never.
         events: a file for what happens, a line of JSON each.
+        nodes: the machines of the job; None where this is the only one.
     """
 
     command: tuple[str, ...]
@@ -54,6 +96,7 @@ class LaunchSpec:
     grace_seconds: float = 30.0
     rejoin_seconds: float | None = None
     events: Path | None = None
+    nodes: NodesSpec | None = None
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -73,6 +116,13 @@ class LaunchSpec:
         """Seconds between signs of life."""
         return min(self.stopped_seconds / 10, 0.5)
 
+    @property
+    def news_seconds(self) -> float:
+        """Seconds after an error within which it is told that another process, or machine, is lost."""
+        return NEWS_SECONDS + (2 * self.nodes.times.silent if self.nodes else 0.0)
+
+
+NEWS_SECONDS = 2.0
 
 Message = dict[str, Any]
 
@@ -194,16 +244,18 @@ def verdicts(
         if worker.state not in ("starting", "gone") and silent > spec.stopped_seconds:
             yield worker, f"{worker.name} has given no sign of life for {silent:.1f} s{_spelled(worker.wait)}"
     if failed_at is None:
-        yield from _missing(running, spec.stuck_seconds)
+        yield from _missing(running, spec.stuck_seconds, is_alone=spec.nodes is None)
     elif now - failed_at > spec.grace_seconds:
         yield from ((worker, f"{worker.name} did not leave its groups{_spelled(worker.wait)}") for worker in running)
 
 
-def _missing(running: Sequence[WorkerProcess], seconds: float) -> Iterator[tuple[WorkerProcess, str]]:
-    """Yield those whom others have waited for so long; all that wait, where all do."""
+def _missing(
+    running: Sequence[WorkerProcess], seconds: float, *, is_alone: bool
+) -> Iterator[tuple[WorkerProcess, str]]:
+    """Yield those whom others have waited for so long; all that wait, where all do and nobody is elsewhere."""
     stuck = [worker for worker in running if worker.wait is not None and worker.wait[1] > seconds]
     others = [worker for worker in running if worker.wait is None or worker.wait[1] < seconds / 2]
-    for worker in (others or stuck) if stuck else ():
+    for worker in (others or stuck if is_alone else others) if stuck else ():
         yield worker, f"{stuck[0].name}{_spelled(stuck[0].wait)}, and {worker.name} does not come"
 
 
@@ -248,5 +300,7 @@ def fork_child(act: Callable[[socket.socket], int], others: Iterable[int]) -> tu
         for descriptor in (here.fileno(), *others):
             os.close(descriptor)
         status = act(there)
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(status)

@@ -3,6 +3,8 @@
 A worker's end is noticed at once; one that is stopped gives no sign of life, and is ended. The others are told, so that
 whoever waits for a message gets an error; they leave their groups, are numbered anew, and run the script again in the
 same processes. What happens can be told to a file, as lines of JSON.
+
+Of several machines each has a launcher. They meet by `rounds`, and each tells its own workers what concerns them.
 """
 
 from __future__ import annotations
@@ -10,28 +12,26 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-from hetu_fx.base.addresses import LOOPBACK
 from hetu_fx.base.cgroups import MemoryKills
-from hetu_fx.comm_ops.wire.rendezvous import serve_store
+from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch.emulate.processes import describe_exit
-from hetu_fx.launch.job import LaunchSpec, Message, MessageChannel, WorkerProcess, fork_child, start_worker, verdicts
+from hetu_fx.launch.job import LaunchSpec, Message, MessageChannel, WorkerProcess, start_worker, verdicts
+from hetu_fx.launch.rounds import OUT_OF_REACH_STATUS, LocalRounds, NodeRounds, Round
 from hetu_fx.report.sinks import JsonLines
 
 GAVE_UP_STATUS = 70
 LOOK_SECONDS = 0.02  # between looks at what no event tells
-STORE_SECONDS = 300.0
+ENDED_ELSEWHERE_STATUS = 1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class JobLauncher:
     """Runs one job; `run` reads top to bottom. `work` is what a worker does; it returns the exit status."""
 
@@ -45,7 +45,12 @@ class JobLauncher:
     is_over: bool = True  # the script is to be started (again)
     has_invited: bool = False  # those that run it have been told that another one is ready
     status: int | None = None
-    store: StoreProcess | None = None
+    reason: str = ""  # why the run before has failed
+    is_asking: bool = False  # for the next start
+    drain_until: float | None = None  # this machine leaves the job at a step's end, or at this time
+    nodes: tuple[str, ...] = ()  # the machines of the run under way
+    rounds: LocalRounds | NodeRounds = field(init=False)
+    _goodbye: dict[str, Any] = field(default_factory=lambda: {"reason": "its launcher was ended", "is_of_all": False})
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _memory_kills: MemoryKills = field(default_factory=MemoryKills)
     _events: JsonLines | None = None
@@ -53,12 +58,14 @@ class JobLauncher:
     def run(self) -> int:
         """Run the job to its end; return the exit status."""
         self._events = None if self.spec.events is None else JsonLines(self.spec.events, "a")
-        before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.rounds = self._rounds()
         try:
             while self.status is None:
                 self._fill_up()
                 self._begin_if_ready()
                 self._invite()
+                self._drain()
                 self._handle_events()
                 self._notice_gone()
                 self._judge()
@@ -68,17 +75,56 @@ class JobLauncher:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def _rounds(self) -> LocalRounds | NodeRounds:
+        if self.spec.nodes is None:
+            return LocalRounds(self._descriptors)
+        rounds = NodeRounds(self.spec.nodes, self._descriptors)
+        self._selector.register(rounds.channel.socket, selectors.EVENT_READ)
+        return rounds
+
     # What happens.
 
     def _handle_events(self) -> None:
         for key, _ in self._selector.select(timeout=min(LOOK_SECONDS, self.spec.beat_seconds)):
-            worker: WorkerProcess = key.data
+            worker: WorkerProcess | None = key.data
+            if worker is None:
+                self._hear_of_others()
+                continue
             seen, is_end = time.monotonic(), key.fileobj == worker.end
             for message in worker.channel.receive() or ():
                 self._told(worker, message)
             if is_end:
                 self._forget(worker)
                 self._ended(worker, seen)
+
+    def _hear_of_others(self) -> None:
+        """Hear of the other machines."""
+        assert isinstance(self.rounds, NodeRounds)
+        messages = self.rounds.channel.receive()
+        if messages is None:
+            self._end_with(GAVE_UP_STATUS, "the process at the rendezvous is gone")
+        for message in messages or ():
+            match message:
+                case {"kind": "lost", "reason": reason}:
+                    if not self.is_over:
+                        self._fail(reason)
+                case {"kind": "join"}:
+                    self._ask_to_leave()
+                case {"kind": "closed", "reason": ""}:
+                    self.status, self._goodbye = 0, {"reason": "", "is_of_all": True}
+                case {"kind": "closed", "reason": reason}:
+                    self._end_with(ENDED_ELSEWHERE_STATUS, f"the job has ended: {reason}")
+                case {"kind": "refused", "reason": reason, "was_in": True}:
+                    self._end_with(OUT_OF_REACH_STATUS, reason)
+                case {"kind": "refused", "reason": reason}:
+                    raise EnvironmentProblem(reason)
+                case _:
+                    self.rounds.take(message)
+
+    def _end_with(self, status: int, reason: str) -> None:
+        """End the job, on all machines, with a status."""
+        self.status, self._goodbye = status, {"reason": reason, "is_of_all": True}
+        print(f"hetu-fx launch: {reason}", file=sys.stderr)
 
     def _told(self, worker: WorkerProcess, message: Message) -> None:
         if worker.state == "gone":  # what it has said before it was lost counts no more
@@ -104,7 +150,7 @@ class JobLauncher:
                 self._fail(f"{worker.name} stopped: {message['reason']}")
             case "done":
                 worker.state = "done" if self.failed_at is None else "idle"
-                if self.failed_at is None and all(w.state == "done" for w in self._members()):
+                if self.failed_at is None and all(w.state == "done" for w in self._members()) and self.rounds.finish():
                     self.status = 0
 
     def _notice_gone(self) -> None:
@@ -128,8 +174,7 @@ class JobLauncher:
         code = os.waitstatus_to_exitcode(os.waitpid(worker.process, 0)[1])
         seen = worker.gone_at or seen
         if code > 0 and not worker.verdict:
-            self.status = code
-            print(f"hetu-fx launch: {worker.name} {describe_exit(code)}", file=sys.stderr)
+            self._end_with(code, f"{worker.name} {describe_exit(code)}")
             return
         reason = self._reason(worker, code)
         if worker.gone_at is not None:  # it has been said that it is gone, and not yet why
@@ -151,14 +196,13 @@ class JobLauncher:
     def _count_loss(self, reason: str) -> None:
         self.losses += 1
         if self.losses > self.spec.max_losses:
-            print(f"hetu-fx launch: {self.losses} workers are lost, the last: {reason}", file=sys.stderr)
-            self.status = GAVE_UP_STATUS
+            self._end_with(GAVE_UP_STATUS, f"{self.losses} workers are lost, the last: {reason}")
 
     def _fail(self, reason: str) -> None:
         """Tell all others that this run is over."""
         if self.failed_at is not None:
             return
-        self.failed_at, self.is_over = time.monotonic(), True
+        self.failed_at, self.is_over, self.reason = time.monotonic(), True, reason
         print(f"hetu-fx launch: {reason}; the others keep running", file=sys.stderr)
         for worker in self._members():
             worker.channel.send("lost", reason=reason)
@@ -175,6 +219,8 @@ class JobLauncher:
 
     def _fill_up(self) -> None:
         """Start processes: all at first, others where too few are left, or where lost ones are to come back."""
+        if self.drain_until is not None:
+            return
         comes_back = self.spec.rejoin_seconds is not None and time.monotonic() - self.lost_at > self.spec.rejoin_seconds
         left = sum(worker.state != "gone" for worker in self.workers)
         if self.start == 0 or left < self.spec.min_nproc or comes_back:
@@ -187,29 +233,68 @@ class JobLauncher:
         if ready and not self.is_over and not self.has_invited:
             self.has_invited = True
             self._say("ready to join", workers=ready)
-            for worker in self._members():
-                worker.channel.send("join")
+            self._ask_to_leave()
+
+    def _ask_to_leave(self) -> None:
+        """Have those that run the script end it at a step's end."""
+        for worker in self._members():
+            worker.channel.send("join")
+
+    def _drain(self) -> None:
+        """Leave the job once nobody here runs the script; with SIGTERM to those that do not leave it in time."""
+        if self.drain_until is None:
+            return
+        if not self._members():
+            reason = self.reason or ("it leaves before the start" if self.is_asking else "")
+            self.status, self._goodbye = 0, {"reason": reason, "is_of_all": False}
+        elif not self.has_invited:
+            self.has_invited = True
+            self._ask_to_leave()
+        elif time.monotonic() > self.drain_until:
+            self.status = 128 + signal.SIGTERM
+            print("hetu-fx launch: the script does not end at a step's end: ending all workers", file=sys.stderr)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Leave the other machines at a step's end, on a first SIGTERM; else end all workers here."""
+        others = len(self.nodes) > 1 or (self.spec.nodes is not None and not self._members())
+        if number == signal.SIGTERM and others and self.drain_until is None:
+            self.drain_until = time.monotonic() + self.spec.grace_seconds
+            print("hetu-fx launch: SIGTERM: leaving the other machines at a step's end", file=sys.stderr)
+            return
+        print(f"hetu-fx launch: {signal.Signals(number).name}: ending all workers", file=sys.stderr)
+        sys.exit(128 + number)
 
     def _begin_if_ready(self) -> None:
         """Start the script once nobody runs it and enough processes are ready."""
-        if not self.is_over or any(w.state in ("running", "done") for w in self.workers):
+        if (
+            not self.is_over
+            or self.drain_until is not None
+            or any(w.state in ("running", "done") for w in self.workers)
+        ):
             return
         idle = sorted((w for w in self.workers if w.state == "idle"), key=lambda w: (w.rank < 0, w.rank))
         enough = self.spec.min_nproc if self.start else self.spec.nproc
         if len(idle) < enough:
             return
-        self._begin(idle[: self.spec.nproc])
+        self.is_asking = True
+        settled = self.rounds.ask(min(len(idle), self.spec.nproc), self.reason)
+        if settled is not None:
+            self._begin(idle[: self.spec.nproc], settled)
 
-    def _begin(self, members: Sequence[WorkerProcess]) -> None:
-        world, self.failed_at, self.is_over, self.has_invited = len(members), None, False, False
-        port = self._new_store().port
+    def _begin(self, members: Sequence[WorkerProcess], settled: Round) -> None:
+        self.failed_at, self.is_over, self.has_invited, self.is_asking, self.reason = None, False, False, False, ""
+        self.nodes = settled.nodes
+        if self.spec.nodes is not None:
+            here, names = self.nodes[settled.node], ", ".join(self.nodes)
+            print(f"hetu-fx launch: {here} starts in {names}, world size {settled.world}", file=sys.stderr)
         for worker in self.workers:
             worker.rank = worker.rank if worker.state == "gone" else -1
-        for rank, worker in enumerate(members):
-            worker.rank, worker.state, worker.wait = rank, "running", None
+        for number, worker in enumerate(members):
+            worker.rank, worker.state, worker.wait = settled.first_rank + number, "running", None
             environment = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HETU_FX_START": self.start,
+                "RANK": worker.rank, "LOCAL_RANK": number, "GROUP_RANK": settled.node,
+                "WORLD_SIZE": settled.world, "LOCAL_WORLD_SIZE": len(members), "GROUP_WORLD_SIZE": len(settled.nodes),
+                "MASTER_ADDR": settled.address, "MASTER_PORT": settled.port, "HETU_FX_START": self.start,
                 "TORCHELASTIC_USE_AGENT_STORE": True,  # torch's word for a store that no worker is to serve
             }  # fmt: skip
             worker.channel.send("start", environment={name: str(value) for name, value in environment.items()})
@@ -221,26 +306,22 @@ class JobLauncher:
 
     # What is done.
     def _start_worker(self) -> None:
-        store = [] if self.store is None else [self.store.channel.fileno()]
-        worker = start_worker(lambda channel: self.work(self.spec, channel), [*self._descriptors(), *store])
+        worker = start_worker(lambda channel: self.work(self.spec, channel), self._descriptors())
         self.workers.append(worker)
         for source in (worker.end, worker.channel.socket):
             self._selector.register(source, selectors.EVENT_READ, worker)
 
-    def _new_store(self) -> StoreProcess:
-        """Replace the store, as that of the start before is full of its addresses."""
-        if self.store is not None:
-            self.store.end()
-        self.store = StoreProcess(self._descriptors())
-        return self.store
-
     def _descriptors(self) -> list[int]:
         """Return what forks must let go, so that the others hear of the launcher's end."""
         own = [fd for worker in self.workers for fd in (worker.end, worker.channel.socket.fileno())]
-        return [*own, *([self._selector.fileno()] if isinstance(self._selector, selectors.EpollSelector) else [])]
+        selector = [self._selector.fileno()] if isinstance(self._selector, selectors.EpollSelector) else []
+        return [*own, *self.rounds.descriptors(), *selector]
 
     def _end_all(self) -> None:
         """End what is left: those that are done by themselves, the others by a signal, on which they may save."""
+        self.rounds.close(**self._goodbye)
+        if isinstance(self.rounds, NodeRounds):
+            self._selector.unregister(self.rounds.channel.socket)
         for worker in self.workers:
             if not worker.channel.send("end") or worker.state != "done":
                 worker.signal(signal.SIGTERM)
@@ -250,8 +331,7 @@ class JobLauncher:
         for worker in self.workers:
             worker.signal(signal.SIGKILL)
             os.waitpid(worker.process, 0)
-        if self.store is not None:
-            self.store.end()
+        self.rounds.end()
         if self._events is not None:
             self._events.close()
 
@@ -265,33 +345,3 @@ class JobLauncher:
         """Tell an event of now, or of `at` (time.monotonic)."""
         if self._events is not None:
             self._events.tell({"event": event, "seconds": time.monotonic() if at is None else at, **what})
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    print(f"hetu-fx launch: {signal.Signals(number).name}: ending all workers", file=sys.stderr)
-    sys.exit(128 + number)
-
-
-class StoreProcess:
-    """A process that serves a new store on `port` of this machine until `end`, or until its parent is gone.
-
-    In it the workers of one start meet; it is a process of its own, so that no worker takes it along: who connects to
-    a store that is gone tries for minutes, and cannot be told to leave off (torch 2.13). For `others` see `forked`.
-    """
-
-    def __init__(self, others: Iterable[int] = ()) -> None:
-        self.process, self.channel = fork_child(_serve, others)
-        self.port = int(self.channel.recv(16))
-
-    def end(self) -> None:
-        """Stop serving; whoever waits for a key gets an error."""
-        self.channel.close()
-        os.waitpid(self.process, 0)
-
-
-def _serve(channel: socket.socket) -> int:
-    for number in (signal.SIGTERM, signal.SIGINT):  # workers that are told to end still meet here
-        signal.signal(number, signal.SIG_IGN)
-    store = serve_store(LOOPBACK, 0, timedelta(seconds=STORE_SECONDS))
-    channel.send(str(store.port).encode())
-    return len(channel.recv(1))  # nobody writes: the other end is closed, or gone

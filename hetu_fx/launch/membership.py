@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from hetu_fx.errors import ClusterError
@@ -22,14 +22,30 @@ from hetu_fx.errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A node of a job: a name that it alone has, and the address at which the others reach it."""
+    """A node of a job.
+
+    Attributes:
+        node: a name that it alone has.
+        address: at which the others reach it.
+        workers: how many processes it brings; 0 where the launcher tells that elsewhere (torchrun).
+        port: of the store that it serves for the workers of a round in which it is the first node; 0 as above.
+    """
 
     node: str
     address: str
+    workers: int = 0
+    port: int = 0
 
     def __post_init__(self) -> None:
         if not self.node or not self.address:
             raise ClusterError(f"a node needs a name and an address; got {self.node!r} at {self.address!r}")
+        if self.workers < 0 or not 0 <= self.port < 1 << 16:
+            raise ClusterError(f"node {self.node!r} has {self.workers} processes and a store at port {self.port}")
+
+    @classmethod
+    def of(cls, node: object, address: object = "", workers: int = 0, port: int = 0) -> Member:
+        """Read what was written of it."""
+        return cls(str(node), str(address), int(workers), int(port))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,8 @@ class Membership:
         silent: whom each member of the last round has not heard for too long; before the first, whom those that joined.
         is_closed: whether there will be no further round.
         server: the node that serves the store now; "" where that is the host.
+        done: the members whose work in this round is done.
+        reason: why the round, or the job if it is closed, ends out of order, as a member has said; else "".
 
     Raises ClusterError where a node stands twice, or nodes are accused by one that has no say.
     """
@@ -55,6 +73,8 @@ class Membership:
     silent: Mapping[str, frozenset[str]] = field(default_factory=dict, hash=False)
     is_closed: bool = False
     server: str = ""
+    done: frozenset[str] = frozenset()
+    reason: str = ""
 
     def __post_init__(self) -> None:
         for nodes in (self.member_nodes, self.joined_nodes):
@@ -62,6 +82,8 @@ class Membership:
                 raise ClusterError(f"a node stands twice in {list(nodes)}")
         if self.members and not self.number:
             raise ClusterError(f"nodes {list(self.member_nodes)} are members before the first round")
+        if self.done - {*self.member_nodes}:
+            raise ClusterError(f"nodes {sorted(self.done)} are done, of members {list(self.member_nodes)}")
         if strangers := set(self.silent) - {*self.electorate}:
             raise ClusterError(f"nodes {sorted(strangers)} have no say about members {list(self.electorate)}")
 
@@ -96,6 +118,20 @@ class Membership:
         return twice > all_of_them or (twice == all_of_them > 0 and self.host in accusers)
 
     @property
+    def is_over(self) -> bool:
+        """Tell whether there will be no further round: the job is closed, or the work of all members is done."""
+        return self.is_closed or (bool(self.members) and {*self.member_nodes} <= self.done)
+
+    @property
+    def world(self) -> int:
+        """Return the number of processes of the last round."""
+        return sum(member.workers for member in self.members)
+
+    def first_rank(self, node: str) -> int:
+        """Return the rank of the first process of a member."""
+        return sum(member.workers for member in self.members[: self.member_nodes.index(node)])
+
+    @property
     def newcomers(self) -> tuple[str, ...]:
         """Return the nodes that want to be in the next round, are there, and are not members."""
         known = {*self.member_nodes, *self.evicted}
@@ -119,18 +155,36 @@ class Membership:
             return max(1, len(self.newcomers))
         return min(len(self.newcomers), most - len(self.members)) if len(self.members) < most else 0
 
-    def joining(self, member: Member) -> Membership:
-        """Return it with a node in the next round; what others took for its silence is forgotten."""
+    def joining(self, member: Member, reason: str = "") -> Membership:
+        """Return it with a node in the next round; what others took for its silence is forgotten.
+
+        Args:
+            member: the node.
+            reason: why it leaves the last one before its end; of a newcomer that says nothing.
+        """
         others = tuple(one for one in self.joined if one.node != member.node)
         heard = {by: silent - {member.node} for by, silent in self.silent.items()}
-        return replace(self, joined=(*others, member), silent=_without_empty(heard))
+        why = self.reason or (reason if member.node in self.member_nodes else "")
+        known = replace(self, joined=(*others, member), silent=_without_empty(heard))
+        return replace(known, done=self.done - {member.node}, reason=why)
 
-    def leaving(self, node: str) -> Membership:
-        """Return it without a node in the next round, which says so itself."""
+    def finishing(self, node: str) -> Membership:
+        """Return it with the work of a member done."""
+        return replace(self, done=(self.done | {node}) & {*self.member_nodes})
+
+    def leaving(self, node: str, reason: str = "") -> Membership:
+        """Return it without a node in the next round, which says so itself; why, if it is before a step's end."""
         joined = tuple(one for one in self.joined if one.node != node)
         members = tuple(one for one in self.members if one.node != node)
         silent = {by: found - {node} for by, found in self.silent.items() if by != node}
-        return replace(self, joined=joined, members=members, silent=_without_empty(silent))
+        why = self.reason or (reason if node in self.member_nodes else "")
+        known = replace(self, joined=joined, members=members, silent=_without_empty(silent), done=self.done - {node})
+        return replace(known, reason=why)
+
+    def closing(self, node: str, reason: str = "") -> Membership:
+        """Return it without a node that ends the job, and says why if the work is not done."""
+        known = self.leaving(node)
+        return replace(known, is_closed=True, reason=reason or known.reason)
 
     def moved(self, server: str) -> Membership:
         """Return what a node that begins to serve the store knows: the last round, and who was host of it."""
@@ -138,7 +192,8 @@ class Membership:
 
     def without_missing(self) -> Membership:
         """Return it with all members put out that have not joined: for one who knows that they are gone."""
-        return replace(self, members=tuple(one for one in self.members if one.node not in self.missing), silent={})
+        members = tuple(one for one in self.members if one.node not in self.missing)
+        return replace(self, members=members, silent={}, done=self.done - {*self.missing})
 
     def hearing(self, node: str, silent: Collection[str]) -> Membership:
         """Return it with whom a node takes for silent now; its word counts only where it has a say."""
@@ -166,7 +221,7 @@ class Membership:
             last_call_is_over: whether nobody has come for so long that the first round need not wait.
         """
         ready = [one for one in self.joined if one.node not in self.evicted]
-        if self.is_closed or self.missing or len(ready) < least:
+        if self.is_over or self.missing or len(ready) < least:
             return None
         if not self.members and (self.host not in self.joined_nodes or (not last_call_is_over and len(ready) < most)):
             return None
@@ -179,11 +234,13 @@ class Membership:
         record = {
             "host": self.host,
             "number": self.number,
-            "members": [[one.node, one.address] for one in self.members],
-            "joined": [[one.node, one.address] for one in self.joined],
+            "members": list(map(astuple, self.members)),
+            "joined": list(map(astuple, self.joined)),
             "silent": {by: sorted(found) for by, found in sorted(self.silent.items())},
             "is_closed": self.is_closed,
             "server": self.server,
+            "done": sorted(self.done),
+            "reason": self.reason,
         }
         return json.dumps(record)
 
@@ -197,9 +254,14 @@ class Membership:
 
     @classmethod
     def _of(cls, record: dict[str, Any]) -> Membership:
-        members, joined = (tuple(Member(*map(str, one)) for one in record[name]) for name in ("members", "joined"))
+        members, joined = (tuple(Member.of(*one) for one in record[name]) for name in ("members", "joined"))
         silent = {str(by): frozenset(map(str, found)) for by, found in record["silent"].items()}
-        ends = bool(record["is_closed"]), str(record["server"])
+        ends = (
+            bool(record["is_closed"]),
+            str(record["server"]),
+            frozenset(map(str, record["done"])),
+            str(record["reason"]),
+        )
         return cls(str(record["host"]), int(record["number"]), members, joined, silent, *ends)
 
 

@@ -11,9 +11,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -23,66 +23,22 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
 
-from hetu_fx.base.machine import node_name, short_names
+from hetu_fx.base.machine import NODE_VARIABLE, node_name, short_names
 from hetu_fx.base.torch_private import TCPStore
 from hetu_fx.comm_ops.wire.rendezvous import serve_store
-from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch.membership import Member, Membership
 from hetu_fx.launch.rendezvous_store import Endpoint, MembershipStore
+from hetu_fx.launch.times import Times
 
 BACKEND = "hetu_fx"
 _LOG = logging.getLogger(__name__)
 _DIAL_SECONDS = 0.5  # for each of several endpoints
 _TELL_SECONDS = 5.0  # between two words of what is waited for
-
-
-@dataclass(frozen=True)
-class Times:
-    """What the rendezvous waits for, in seconds; given as `--rdzv-conf beat=0.3,silent=1.5`.
-
-    Attributes:
-        beat: between two signs of life of a node.
-        silent: without one, after which a node counts as gone.
-        last_call: for which the first round waits for more nodes once there are enough.
-        come: within which a member must come to a next round although it shows signs of life.
-        reach: for which a node tries to reach an endpoint at its start.
-        timeout: within which a round must be settled.
-        alone_after: after which nodes that are too few to put out the others, as they cannot know whether these are
-            gone, go on without them; infinite: never. Where only the network was cut, two jobs are the price.
-    """
-
-    beat: float = 0.3
-    silent: float = 1.5
-    last_call: float = 0.5
-    come: float = 60.0
-    reach: float = 10.0
-    timeout: float = 600.0
-    alone_after: float = float("inf")
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            if not getattr(self, each.name) > 0:
-                raise EnvironmentProblem(f"--rdzv-conf {each.name}={getattr(self, each.name):g}: seconds are above 0")
-        if self.silent < 3 * self.beat:
-            raise EnvironmentProblem(
-                f"--rdzv-conf silent={self.silent:g} with beat={self.beat:g}: a beat that is late would count as "
-                f"silence\nhint: give at least silent={3 * self.beat:g}"
-            )
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Times:
-        """Read what `--rdzv-conf` says. Raises EnvironmentProblem for what is no time of these."""
-        known = {each.name for each in fields(cls)}
-        if unknown := set(given) - known:
-            raise EnvironmentProblem(f"--rdzv-conf has {sorted(unknown)}\nhint: it takes {', '.join(sorted(known))}")
-        try:
-            return cls(**{name: float(value) for name, value in given.items() if name in known})
-        except ValueError as error:
-            raise EnvironmentProblem(f"--rdzv-conf: {error}; times are numbers of seconds") from error
 
 
 class HetuRendezvous(RendezvousHandler):
@@ -106,6 +62,8 @@ class HetuRendezvous(RendezvousHandler):
         self._least, self._most = parameters.min_nodes, parameters.max_nodes
         address = parameters.local_addr or self._endpoints[0].own_address()
         self._me = Member(f"{node_name()}-{os.getpid()}-{secrets.token_hex(3)}", address)
+        self._reason = ""
+        self._twin_since: float | None = None
         self._workers_store: TCPStore | None = None
         self._settled = Membership(self._me.node)
         self._served: dict[Endpoint, TCPStore] = {}
@@ -198,39 +156,151 @@ class HetuRendezvous(RendezvousHandler):
             RendezvousConnectionError: no store can be reached any more.
             RendezvousTimeoutError: it is not settled in time; names what it waits for.
         """
-        wait, deadline = _RoundWait(self._times), time.monotonic() + self._times.timeout
-        while time.monotonic() < deadline:
-            try:
-                known = self._try_round(wait)
-                reason = _waits_for(known, self._least_of(known))
-                if known.number > self._settled.number and self._me.node in known.member_nodes:
-                    self._settled = known
-                    return self._info(known)
-            except RendezvousConnectionError as error:
-                reason = str(error)
-            if wait.is_long:
-                _LOG.warning("still waiting for a round of the job: %s", reason)
-            if self._at.lost or wait.is_slow:
-                self._move()
-            time.sleep(self._times.beat / 3)
-        with suppress(RendezvousConnectionError):
-            self._at.change(lambda known: known.leaving(self._me.node))
-        raise RendezvousTimeoutError(
-            f"no round was settled within {self._times.timeout:g} s: {reason}\n"
-            "hint: look for the reason in the output of the others"
-        )
+        wait = self.new_wait()
+        while (settled := self.attempt(wait)) is None:
+            time.sleep(self.pause)
+        return self._info(settled)
+
+    # What `hetu-fx launch` uses of it, which waits for nothing.
+
+    @property
+    def pause(self) -> float:
+        """Return the seconds between two attempts."""
+        return self._times.beat / 3
+
+    @property
+    def address(self) -> str:
+        """Return the address at which the others reach this machine."""
+        return self._me.address
+
+    @property
+    def name(self) -> str:
+        """Return the name of this machine as people know it."""
+        return _shown([self._me.node])[0]
+
+    def describe(self, known: Membership) -> dict[str, Any]:
+        """Say what the processes of this node need to know of a round."""
+        first, me = known.members[0], self._me.node
+        return {
+            "first_rank": known.first_rank(me),
+            "world": known.world,
+            "address": first.address,
+            "port": first.port,
+            "node": known.member_nodes.index(me),
+            "nodes": _shown(known.member_nodes),
+            "own_port": self._me.port,
+        }
+
+    def new_wait(self, workers: int = 0, port: int = 0, reason: str = "") -> _RoundWait:
+        """Want to be in the next round, with that many processes and a store at a port; see `Membership.joining`."""
+        self._me, self._reason = replace(self._me, workers=workers, port=port), reason
+        return _RoundWait(self._times)
+
+    def attempt(self, wait: _RoundWait) -> Membership | None:
+        """Join the next round, and return it if it is settled. Raises as `next_rendezvous` does."""
+        try:
+            known = self._try_round(wait)
+            reason = _waits_for(known, self._least_of(known))
+            if self._is_in(known):
+                self._settled = known
+                return known
+        except RendezvousConnectionError as error:
+            reason = str(error)
+        if wait.is_long:
+            _LOG.warning("still waiting for a round of the job: %s", reason)
+        if self._at.lost or wait.is_slow:
+            self._move()
+        if wait.is_over:
+            with suppress(RendezvousConnectionError):
+                self._at.change(lambda known: known.leaving(self._me.node))
+            raise RendezvousTimeoutError(
+                f"no round was settled within {self._times.timeout:g} s: {reason}\n"
+                "hint: look for the reason in the output of the others"
+            )
+        return None
+
+    def has_twin(self) -> bool:
+        """Tell whether a node of this one's name is in the job: one that died is there until it is missed.
+
+        Raises RendezvousStateError, and tells the others, if it lives.
+        """
+        known, own = self._at.known, _machine(self._me.node)
+        if known is None or self._settled.number:
+            return known is None
+        twins = {node for node in known.watched if _machine(node) == own} - {self._me.node} - known.evicted
+        self._twin_since = (self._twin_since or time.monotonic()) if twins else None
+        waits = 0.0 if self._twin_since is None else time.monotonic() - self._twin_since
+        if waits > 3 * self._times.silent and not twins & self._at.silent:
+            self._at.refuse(f"{self.address} has the name of a machine of the job, {self.name!r}")
+            raise RendezvousStateError(
+                f"a machine of the job has the name {self.name!r} already, which this one at {self.address} has too\n"
+                f"hint: run hetu-fx launch once on each machine, and give each a {NODE_VARIABLE} of its own"
+            )
+        return bool(twins)
+
+    def news(self) -> tuple[str, str]:
+        """Say what is to be done about the round under way, and why.
+
+        It is "lost" if the processes must leave it at once, "join" if at a step's end, "closed" if the job is over, and
+        "" if it goes on.
+        """
+        known, me = self._at.known, self._me.node
+        if self._at.lost:
+            return "lost", f"the rendezvous at {self._at.where} is gone: {self._at.lost}"
+        if known is None or known.number < self._settled.number:
+            return "", ""
+        gone = [node for node in known.member_nodes if node in known.evicted]
+        if known.is_over:
+            return "closed", known.reason
+        if me not in known.member_nodes or me in gone:
+            return "lost", "the other machines take this one for gone"
+        if gone or known.reason:
+            return "lost", known.reason or f"machines {_shown(gone)} are gone"
+        return ("join", "") if known.waiting(me, self._most) else ("", "")
+
+    def why_closed(self) -> str:
+        """Return why the job has ended; "" if its work is done."""
+        return self._at.read().reason
+
+    def finish(self) -> None:
+        """Tell that the work of this node's processes is done."""
+        self._at.change(lambda known: known.finishing(self._me.node))
+
+    def leave(self, reason: str, *, closes: bool) -> None:
+        """End this node's part in the job, which ends if `closes`; for the reason see `Membership.leaving`.
+
+        The node that serves the store waits a little: for the others to tell their end, or to go on without it.
+        """
+        try:
+            self._leave(reason, closes)
+        finally:
+            self._at.end()
+
+    def _leave(self, reason: str, closes: bool) -> None:
+        me = self._me.node
+        known = self._at.change(lambda known: known.closing(me, reason) if closes else known.leaving(me, reason))
+        number, seconds = known.number, 2 * self._times.silent if known.is_over else self._times.reach
+        deadline = time.monotonic() + seconds
+        while self._at.where in self._served and known.members and known.number == number:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(self.pause)
+            known = self._at.read()
 
     def _try_round(self, wait: _RoundWait) -> Membership:
         """Join the next round, and settle it where that can be; return what is known."""
         known = self._at.change(self._join)
-        if known.is_closed:
+        if known.is_over:
             raise RendezvousClosedError(f"the job {self._run_id!r} has ended; it takes no further nodes")
         wait.see(known)
         return self._at.change(self._settle(wait))
 
     def _join(self, known: Membership) -> Membership | None:
-        is_in = known.number > self._settled.number and self._me.node in known.member_nodes
-        return None if is_in or known.is_closed or self._me.node in known.joined_nodes else known.joining(self._me)
+        is_there = self._is_in(known) or known.is_over or self._me in known.joined
+        return None if is_there else known.joining(self._me, self._reason)
+
+    def _is_in(self, known: Membership) -> bool:
+        return known.number > self._settled.number and self._me in known.members
 
     def _settle(self, wait: _RoundWait) -> Callable[[Membership], Membership | None]:
         def settle(known: Membership) -> Membership | None:
@@ -262,7 +332,7 @@ class HetuRendezvous(RendezvousHandler):
         A store that is gone counts as a node: the workers are started where the job goes on.
         """
         known = self._at.known
-        if known is not None and known.is_closed:
+        if known is not None and known.is_over:
             return 0
         if self._at.lost:
             _LOG.warning("the rendezvous at %s is gone: %s", self._at.where, self._at.lost)
@@ -280,21 +350,12 @@ class HetuRendezvous(RendezvousHandler):
         self._at.change(lambda known: replace(known, is_closed=True))
 
     def shutdown(self) -> bool:
-        """End the job, and this node's part in it; return whether the others could be told.
-
-        The node that serves the store waits a little for the others, which tell their end in it too.
-        """
+        """End the job, and this node's part in it; return whether the others could be told."""
         try:
-            known = self._at.change(lambda known: replace(known.leaving(self._me.node), is_closed=True))
-            deadline = time.monotonic() + 2 * self._times.silent
-            while self._at.where in self._served and known.members and time.monotonic() < deadline:
-                time.sleep(self._times.beat / 3)
-                known = self._at.read()
+            self.leave("", closes=True)
         except RendezvousConnectionError as error:
             _LOG.warning("the other machines may not know that the job has ended: %s", error)
             return False
-        finally:
-            self._at.end()
         return True
 
 
@@ -310,6 +371,10 @@ class _RoundWait:
         """Take note of who has joined."""
         if known.joined_nodes != self._joined:
             self._moved, self._joined = time.monotonic(), known.joined_nodes
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() - self._start > self._times.timeout
 
     @property
     def last_call_is_over(self) -> bool:
@@ -344,4 +409,9 @@ def _waits_for(known: Membership, least: int) -> str:
 
 def _shown(nodes: Sequence[str]) -> list[str]:
     """Return the names of nodes as people know them."""
-    return short_names([node.rsplit("-", 2)[0] for node in nodes])
+    return short_names(list(map(_machine, nodes)))
+
+
+def _machine(node: str) -> str:
+    """Return the name of the machine of a node."""
+    return node.rsplit("-", 2)[0]

@@ -35,7 +35,7 @@ DEFAULT_PORT = 29400
 _LOG = logging.getLogger(__name__)
 _LOOPBACK_NAMES = (*LOOPBACK_NAMES, "::1")
 _STORE_SECONDS = 600.0
-_REFUSED = "hetu_fx/refused"  # the last node of another job that has come
+_REFUSED = "hetu_fx/refused"  # the last node that was
 
 T = TypeVar("T")
 
@@ -109,6 +109,9 @@ class MembershipStore:
         silent: seconds without one after which a node counts as gone.
         come: seconds within which a member must come to a next round.
 
+    Attributes:
+        silent: the nodes of which this one has heard nothing for so long.
+
     Raises:
         RendezvousStateError: the store is another job's.
         RendezvousConnectionError: it does not answer.
@@ -122,6 +125,7 @@ class MembershipStore:
         self._root, self._beats = f"hetu_fx/{run_id}", Beats(silent)
         self._missing_since: dict[str, float] = {}
         self._known: Membership | None = None
+        self.silent: frozenset[str] = frozenset()
         self._failure, self._refused, self._ended = "", "", threading.Event()
         self._answered = time.monotonic()
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -133,12 +137,16 @@ class MembershipStore:
         found = self._ask(lambda: self._store.compare_set("hetu_fx/job", "", own).decode())
         if found != own:
             with suppress(RendezvousConnectionError):
-                self._ask(lambda: self._store.set(_REFUSED, f"{self._node} has {own}"))
+                self.refuse(f"a node of another job: {self._node} has {own}")
             self.end()
             raise RendezvousStateError(
                 f"the rendezvous at {self.where} is of another job: it is for {found}; this node has {own} (version, "
                 f"--rdzv-id, digest of {SECRET})\nhint: give all nodes of a job the same, and each job its own endpoint"
             )
+
+    def refuse(self, why: str) -> None:
+        """Tell the others that a node is refused."""
+        self._ask(lambda: self._store.set(_REFUSED, why))
 
     def open(self, first: Membership) -> None:
         """Write the first value, where there is none, and no signs of life of its members."""
@@ -262,15 +270,16 @@ class MembershipStore:
         known, now = Membership.from_json(text.decode()), time.monotonic()
         self._known = known
         self._beats.hear(dict(zip(watched, map(int, counts), strict=True)), now)
-        silent = {*self._beats.silent(now), *self._late(known, now)} & {*known.watched} - {self._node}
+        self.silent = frozenset(self._beats.silent(now))
+        silent = {*self.silent, *self._late(known, now)} & {*known.watched} - {self._node}
         if self._node in known.electorate and silent != {*known.silent.get(self._node, ())}:
             self._changed(lambda found: found.hearing(self._node, silent))
 
     def _warn_of(self, refused: str) -> None:
-        """Say once that a node of another job has come to this one's store."""
+        """Say once that a node was refused."""
         if refused != self._refused:
             self._refused = refused
-            _LOG.warning("a node of another job was refused by the rendezvous at %s: %s", self.where, refused)
+            _LOG.warning("a node was refused by the rendezvous at %s: %s", self.where, refused)
 
     def _late(self, known: Membership, now: float) -> Collection[str]:
         """Return the members that do not come to a next round although there is one, for too long."""

@@ -14,21 +14,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 from hetu_fx.checkpoint import joining
+from hetu_fx.checkpoint.snapshot_folders import JOB_VARIABLE
 from hetu_fx.comm_ops.wire.common_path import end_communication, leave_paths
 from hetu_fx.comm_ops.wire.shutdown import leave_world, sever
 from hetu_fx.comm_ops.wire.standings import oldest_wait
 from hetu_fx.errors import CommError
-from hetu_fx.launch.job import LaunchSpec, Message, MessageChannel
+from hetu_fx.launch.job import NO_RUN_ID, LaunchSpec, Message, MessageChannel
 from hetu_fx.launch.launcher import JobLauncher
 
-# Time for the launcher to tell that a worker is lost, after an error that may come of it.
-NEWS_SECONDS = 2.0
 LOST_STATUS = 75  # EX_TEMPFAIL: the launcher is gone
 
 
@@ -58,8 +56,9 @@ class ScriptOutcome:
 class Worker:
     """One process. The main thread runs the script, others listen to the launcher and give signs of life."""
 
-    def __init__(self, channel: MessageChannel, script: str, arguments: Sequence[str], beat_seconds: float) -> None:
-        self.channel, self.script, self.arguments, self.beat_seconds = channel, script, arguments, beat_seconds
+    def __init__(self, channel: MessageChannel, spec: LaunchSpec) -> None:
+        self.channel, self.spec = channel, spec
+        self.script, *self.arguments = spec.command
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
 
     def work(self) -> int:
@@ -91,14 +90,14 @@ class Worker:
             wait = oldest_wait()
             waits = {} if wait is None else {"waits_for": wait.what, "seconds": time.perf_counter() - wait.start}
             self.channel.send("beat", **waits)
-            time.sleep(self.beat_seconds)
+            time.sleep(self.spec.beat_seconds)
 
     def _run(self, order: Order) -> int:
         """Run the script once; returns a status other than 0 for an error that is its own."""
         os.environ.update(order.message["environment"])
         sys.argv[:] = [self.script, *self.arguments]
         made = _outcome(self.script)
-        if made.status and not (order.lost.wait(NEWS_SECONDS) or made.reason.startswith(CommError.__name__)):
+        if made.status and not (order.lost.wait(self.spec.news_seconds) or made.reason.startswith(CommError.__name__)):
             return made.status
         _clean_up(made.reason)
         order.over.set()
@@ -138,6 +137,8 @@ def _clean_up(why: str) -> None:
 def run(spec: LaunchSpec) -> int:
     """Run a job to its end; return its exit status."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if spec.nodes is not None and spec.nodes.run_id != NO_RUN_ID:
+        os.environ.setdefault(JOB_VARIABLE, spec.nodes.run_id)  # names what snapshots keep
     import hetu_fx.api as _warm  # noqa: F401  (what workers would each import)
 
     gc.collect()
@@ -147,6 +148,5 @@ def run(spec: LaunchSpec) -> int:
 
 def work(spec: LaunchSpec, channel: MessageChannel) -> int:
     """Be one worker of a job; return its exit status."""
-    script, *arguments = spec.command
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    return Worker(channel, script, arguments, spec.beat_seconds).work()
+    sys.path.insert(0, os.path.dirname(os.path.abspath(spec.command[0])))
+    return Worker(channel, spec).work()

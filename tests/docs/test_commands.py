@@ -35,6 +35,10 @@ EMULATED = Held(by="launch/emulate/test_emulate_ranks.py::test_without_quotas_ev
 INSTALL = Held(why="needs a package index; its extras are looked up")
 MEASURE = Held(by="cli/test_measure.py::test_devices_and_blocks_are_measured_and_planned_from_the_files")
 PLANNED = Held(by="test_planning_page.py::test_the_page_shows_what_the_commands_print_and_the_tables_that_there_are")
+LAUNCHED = Held(
+    by="launch/test_elastic_machines.py::"
+    "test_under_the_launcher_unequal_machines_join_and_come_back_and_the_others_stay_in_their_processes"
+)
 ELASTIC = Held(
     by="launch/test_elastic_machines.py::test_a_machine_joins_another_dies_and_comes_back_and_no_step_is_lost"
 )
@@ -76,6 +80,8 @@ HELD = {
     "torchrun --nproc-per-node 2 train.py": TORCHRUN,
     "torchrun --rdzv-backend hetu_fx --rdzv-endpoint 10.0.0.1,10.0.0.2,10.0.0.3 --nnodes 1:8 --nproc-per-node 4 "
     "train.py": ELASTIC,
+    "hetu-fx launch --nnodes 1:8 --rdzv-endpoint 10.0.0.1,10.0.0.2,10.0.0.3 --nproc 4 -- train.py": LAUNCHED,
+    "hetu-fx launch --nnodes 1:8 --rdzv-endpoint HOST --nproc 4 -- train.py": LAUNCHED,
     "torchrun --rdzv-backend hetu_fx --rdzv-endpoint HOST --nnodes 1:8 --nproc-per-node 4 train.py": ELASTIC,
     "torchrun --nproc-per-node 4 train.py": TORCHRUN,
     "torchrun --nproc-per-node 4 -m hetu_fx.cli verify my_script:make_model --plan auto": SEVERAL,

@@ -1,6 +1,7 @@
 """What the test on several machines trains: it says each step, and at last the sum of the parameters.
 
-`elastic_script.py STEPS PAUSE_SECONDS`; a step's batch is the same 24 rows whoever is there.
+`elastic_script.py STEPS PAUSE_SECONDS`; a step's batch is the same 24 rows whoever is there. For STEPS there may be a
+file that says it, and may change it as long as it is ahead.
 """
 
 from __future__ import annotations
@@ -8,13 +9,19 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 
 import hetu_fx
 
-STEPS, PAUSE_SECONDS = int(sys.argv[1]), float(sys.argv[2])
+PAUSE_SECONDS = float(sys.argv[2])
 ROWS = 24
+
+
+def steps() -> int:
+    """Return how many there are to be."""
+    return int(sys.argv[1] if sys.argv[1].isdigit() else Path(sys.argv[1]).read_text())
 
 
 class Net(torch.nn.Module):
@@ -37,15 +44,18 @@ def main() -> None:
     model = hetu_fx.auto_parallelize(net, dict(data[0]), plan=plan, optimizer=optimizer, data="global")
     snapshots = model.hetu.snapshots(optimizer)
     resumed = snapshots.resume()
-    print(f"start rank {rank} of {world} at {resumed.step} from {resumed.source}", flush=True)
-    for step in range(resumed.step, STEPS):
+    print(f"start rank {rank} of {world} at {resumed.step} from {resumed.source} in {os.getpid()}", flush=True)
+    step = resumed.step
+    while step < steps():
         optimizer.zero_grad()
         model(**data[step % len(data)]).backward()
         optimizer.step()
-        snapshots.step({"batch": step + 1})
-        print(f"step {step + 1} of {world}", flush=True)
+        step += 1
+        print(f"step {step} of {world}", flush=True)
+        snapshots.step({"batch": step})
         time.sleep(PAUSE_SECONDS)
     total = float(sum(value.sum() for value in model.state_dict().values()))
+    snapshots.close()  # the others still read of this one
     print(f"end {total:.12f}", flush=True)
 
 

@@ -1,10 +1,14 @@
-"""Machines join a running job under torchrun, die and come back: parameters are those of one process without faults."""
+"""Machines join a running job, die, leave and come back: parameters are those of one process without faults.
+
+By torchrun, which starts all workers again then, and by `hetu-fx launch`, whose workers stay in their processes.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -26,19 +31,24 @@ pytestmark = [
 SCRIPT = str(Path(__file__).with_name("elastic_script.py"))
 SECONDS = 120.0
 STEPS, PAUSE_SECONDS = 120, 0.1
+MORE_STEPS = 20  # than any machine has done when it is told how many there are
 
 
 class Agent:
     """torchrun on a machine, and what it and its workers have said so far."""
 
-    def __init__(self, machine: Machine, endpoints: str, nodes: str) -> None:
-        command = ["-m", "torch.distributed.run", "--rdzv-backend", "hetu_fx", "--rdzv-endpoint", endpoints]
-        command += ["--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "20", "--monitor-interval", "0.1"]
-        self.lines: list[str] = []
+    def __init__(self, machine: Machine, endpoints: str, nodes: str, steps: str, nproc: int) -> None:
         own = {"HETU_FX_NODE": machine.hostname, "HETU_FX_JOB": "elastic"}
-        script = [SCRIPT, str(STEPS), str(PAUSE_SECONDS)]
-        self.process = machine.start(sys.executable, "-u", *command, *script, **own)
+        script = [SCRIPT, steps, str(PAUSE_SECONDS)]
+        meet = ["--rdzv-endpoint", endpoints, "--nnodes", nodes]
+        self.lines: list[str] = []
+        self.process = machine.start(sys.executable, "-u", *self.command(nproc, meet), *script, **own)
         threading.Thread(target=self._listen, daemon=True).start()
+
+    def command(self, nproc: int, meet: list[str]) -> list[str]:
+        """Return what to run on a machine."""
+        plain = ["-m", "torch.distributed.run", "--rdzv-backend", "hetu_fx", *meet]
+        return [*plain, "--nproc-per-node", str(nproc), "--max-restarts", "20", "--monitor-interval", "0.1"]
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
@@ -58,30 +68,56 @@ class Agent:
         """Wait for its end; return its status."""
         return self.process.wait(SECONDS)
 
+    def terminate(self) -> None:
+        """Send SIGTERM to the first process on the machine."""
+        (inside,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        os.kill(int(inside), signal.SIGTERM)
+
+    def steps(self) -> list[int]:
+        """Return the steps that were told as done, in their order."""
+        return [int(step) for step in re.findall(r"^step (\d+) of", "".join(self.lines), re.MULTILINE)]
+
+
+class Launcher(Agent):
+    """`hetu-fx launch` on a machine."""
+
+    def command(self, nproc: int, meet: list[str]) -> list[str]:
+        """Return what to run on a machine."""
+        return ["-m", "hetu_fx.cli", "launch", *meet, "--nproc", str(nproc), "--min-nproc", "1", "--"]
+
+    def processes(self) -> set[str]:
+        """Return the processes in which the script has started."""
+        return set(re.findall(r"^start rank .* in (\d+)$", "".join(self.lines), re.MULTILINE))
+
+
+A = TypeVar("A", bound=Agent)
+
 
 @contextmanager
-def started(three: list[Machine], nodes: str, servers: int = 1) -> Iterator[Callable[[int], Agent]]:
+def started(
+    three: list[Machine], nodes: str, servers: int = 1, agent: type[A] = Agent, steps: str = str(STEPS)
+) -> Iterator[Callable[..., A]]:
     """Give what starts an agent on a machine, the first of which may serve; whatever is left at the end is killed."""
-    agents: list[Agent] = []
+    agents: list[A] = []
     endpoints = ",".join(machine.address for machine in three[:servers])
 
-    def start(number: int) -> Agent:
-        agents.append(Agent(three[number], endpoints, nodes))
+    def start(number: int, nproc: int = 1) -> A:
+        agents.append(agent(three[number], endpoints, nodes, steps, nproc))
         return agents[-1]
 
     try:
         yield start
     finally:
-        for agent in agents:
-            agent.process.kill()
-            agent.process.wait()
+        for agent_ in agents:
+            agent_.process.kill()
+            agent_.process.wait()
 
 
 @functools.cache
-def alone() -> float:
-    """Return the sum of the parameters that one process ends with."""
+def alone(steps: int = STEPS) -> float:
+    """Return the sum of the parameters that one process ends with after so many steps."""
     plain = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, SCRIPT, str(STEPS), "0"]
+    command = [sys.executable, SCRIPT, str(steps), "0"]
     said = subprocess.run(command, env=plain, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
     return total_of(said)
 
@@ -136,3 +172,67 @@ def test_a_machine_that_is_cut_off_says_so_and_the_others_go_on_without_it(tmp_p
         assert not any("of 1" in line for line in third.lines)
         third.until("still waiting for a round of the job")
     assert ends == pytest.approx([alone()] * 2, rel=1e-9)
+
+
+def without_end(folder: Path) -> Path:
+    """Return a file for a number of steps that is not known yet."""
+    file = folder / "steps"
+    file.write_text(str(10**9))
+    return file
+
+
+def end_soon(file: Path, agent: Agent) -> int:
+    """Write how many steps there are to be; return it."""
+    last = max(agent.steps()) + MORE_STEPS
+    file.with_suffix(".new").write_text(str(last))
+    file.with_suffix(".new").rename(file)
+    return last
+
+
+def test_under_the_launcher_unequal_machines_join_and_come_back_and_the_others_stay_in_their_processes(
+    tmp_path: Path,
+) -> None:
+    file = without_end(tmp_path)
+    with (
+        machines(tmp_path, ["one", "two", "three"]) as three,
+        started(three, "1:3", agent=Launcher, steps=str(file)) as start,
+    ):
+        first, second = start(0), start(1)
+        first.until("step .* of 2$")
+        third = start(2, nproc=2)
+        third.until("start rank [23] of 4 at [1-9]")
+        first.until("step .* of 4$")
+        third.process.kill()
+        first.until(r"machines \['three'\] are gone")
+        first.until("start rank . of 2 at [1-9].* from memory")
+        back = start(2, nproc=2)
+        back.until("step .* of 4$")
+        last = end_soon(file, first)
+        ends = [total_of(agent.until("end ")) for agent in (first, second, back)]
+        assert [agent.end() for agent in (first, second, back)] == [0, 0, 0]
+    assert ends == pytest.approx([alone(last)] * 3, rel=1e-9)
+    assert sorted({*first.steps(), *second.steps()}) == list(range(1, last + 1))
+    assert [len(agent.processes()) for agent in (first, second, third, back)] == [1, 1, 2, 2]
+
+
+def test_under_the_launcher_a_machine_that_is_told_to_end_leaves_at_a_steps_end(tmp_path: Path) -> None:
+    file = without_end(tmp_path)
+    with (
+        machines(tmp_path, ["one", "two", "three"]) as three,
+        started(three, "1:3", servers=3, agent=Launcher, steps=str(file)) as start,
+    ):
+        first, second, third = start(0), start(1), start(2)
+        second.until("step .* of 3$")
+        third.terminate()
+        assert third.end() == 0
+        second.until("step .* of 2$")
+        assert not any("others keep running" in line for agent in (first, second, third) for line in agent.lines)
+        assert second.steps() == list(range(1, len(second.steps()) + 1))
+        first.terminate()  # which serves the rendezvous
+        assert first.end() == 0
+        second.until("step .* of 1$")
+        last = end_soon(file, second)
+        assert total_of(second.until("end ")) == pytest.approx(alone(last), rel=1e-9)
+        assert second.end() == 0
+    assert sorted({*second.steps()}) == list(range(1, last + 1))
+    assert len(second.processes()) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -111,11 +112,40 @@ def test_a_node_that_says_that_it_leaves_is_not_waited_for() -> None:
     assert nodes(known.settled(1, 2, last_call_is_over=True)) == "a"
 
 
+def test_processes_are_numbered_by_the_order_of_their_nodes() -> None:
+    unequal = joined(settled("ab"), "b").joining(Member("a", "x", 3)).joining(Member("b", "y", 1))
+    known = unequal.joining(Member("c", "z", 2)).settled(1, 3, last_call_is_over=True)
+    assert known is not None
+    assert (known.world, [known.first_rank(node) for node in "abc"]) == (6, [0, 3, 4])
+
+
+def test_what_ends_a_round_before_a_steps_end_is_said_to_all_until_the_next_and_a_newcomer_ends_none() -> None:
+    torn = settled("ab").joining(member("c"), "a newcomer's").joining(member("b"), "b's").joining(member("a"), "a's")
+    assert torn.reason == "b's"
+    after = torn.settled(1, 3, last_call_is_over=True)
+    assert after is not None
+    assert after.reason == ""
+    assert settled("ab").leaving("b", "b has gone").reason == "b has gone"
+    closed = settled("abc").joining(member("c"), "a peer is gone").closing("b", "an error")
+    assert (closed.is_over, closed.reason) == (True, "an error")
+
+
+def test_a_job_is_over_once_the_work_of_all_members_is_done_and_one_that_joins_again_is_not() -> None:
+    one = settled("ab").finishing("a").finishing("stranger")
+    assert not one.is_over
+    assert one.finishing("b").is_over
+    assert one.leaving("b").is_over
+    again = one.joining(member("a")).finishing("b")
+    assert not again.is_over
+    assert not Membership("a").is_over
+
+
 def test_a_closed_job_settles_nothing() -> None:
     assert replace(joined(Membership("a"), "ab"), is_closed=True).settled(1, 2, last_call_is_over=True) is None
 
 
-GOOD = {"host": "a", "number": 1, "members": [["a", "x"]], "joined": [], "silent": {}, "is_closed": False, "server": ""}
+GOOD: dict[str, Any] = {"host": "a", "number": 1, "members": [["a", "x"]], "joined": [], "silent": {}}
+GOOD |= {"is_closed": False, "server": "", "done": [], "reason": ""}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +156,9 @@ GOOD = {"host": "a", "number": 1, "members": [["a", "x"]], "joined": [], "silent
         ('{"host": "a"}', "members"),
         (json.dumps(GOOD | {"members": [["a"]]}), "address"),
         (json.dumps(GOOD | {"members": [["a", "x"], ["a", "y"]]}), "twice"),
+        (json.dumps(GOOD | {"members": [["a", "x", 1, 65536]]}), "port 65536"),
         (json.dumps(GOOD | {"number": 0}), "before the first"),
+        (json.dumps(GOOD | {"done": ["b"]}), "are done, of members"),
         (json.dumps(GOOD | {"silent": {"b": []}}), "no say"),
     ],
 )
@@ -169,7 +201,7 @@ def test_the_text_of_a_membership_is_read_as_it_was(members: list[str], wanted: 
     known = joined(Membership("a", 3, tuple(map(member, members))), "".join(wanted))
     for by in known.electorate:
         known = known.hearing(by, set(known.watched[:1]))
-    known = replace(known, is_closed=is_closed)
+    known = replace(known, is_closed=is_closed, reason="why").finishing("a")
     assert Membership.from_json(known.to_json()) == known
     assert Membership.from_json(known.to_json()).silent == known.silent
 

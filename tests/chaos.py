@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Run the script with and without faults; returns what is to be reported, also where it fails."""
     bounds = Bounds(options.stopped_after, options.hang_after, options.rejoin_after)
     with tempfile.TemporaryDirectory() if options.folder is None else nullcontext(options.folder) as folder:
-        job, faults = Job(Path(folder) / "chaos", bounds, options.processes), list[Fault]()
+        job, faults = Job(Path(folder) / "chaos", bounds, options.processes, options.zero), list[Fault]()
         told = {"seed": options.seed, "left_out": left_out(job), "failure": "", "worst_difference": None}
         for kind, reason in told["left_out"].items():
             say(f"left out: {kind}: {reason}")
@@ -139,6 +139,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--zero", type=int, choices=range(4), default=1, help="of every other variant (default: 1)")
     parser.add_argument("--folder", type=Path, help="a new one, to keep what is written (default: nothing is kept)")
     for name, default, what in (
         ("--interval", 0.0, "between faults, at least"),

@@ -42,10 +42,10 @@ def set_steps(folder: Path, steps: int) -> None:
 class Job(Record):
     """A run of the script under `hetu-fx launch`."""
 
-    def __init__(self, folder: Path, bounds: Bounds, processes: int) -> None:
+    def __init__(self, folder: Path, bounds: Bounds, processes: int, zero: int = 1) -> None:
         folder.mkdir(parents=True)
         super().__init__(folder)
-        self.bounds = bounds
+        self.bounds, self.zero = bounds, zero
         self.disk, self.memory, self.limits = Disk(folder / "saved"), SharedMemory(), MemoryLimits()
         set_steps(folder, 10**9)
         self.network = Network(self.bad_network)
@@ -58,7 +58,7 @@ class Job(Record):
 
     def spec(self, processes: int) -> LaunchSpec:
         return LaunchSpec(
-            command=(str(SCRIPT), str(self.folder)),
+            command=(str(SCRIPT), str(self.folder), str(self.zero)),
             nproc=processes,
             min_nproc=min(2, processes),
             max_losses=100_000,

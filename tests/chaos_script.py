@@ -1,6 +1,6 @@
 """What `tests.chaos` trains: a script as users write it, that also says what it does.
 
-`python chaos_script.py FOLDER` under a launcher does as many steps as FOLDER/steps says, and then writes
+`python chaos_script.py FOLDER [ZERO]` under a launcher does as many steps as FOLDER/steps says, and then writes
 FOLDER/result.json. FOLDER/poison_PROCESS makes the next batch of that process one that is no numbers.
 """
 
@@ -23,6 +23,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError, CheckpointError
 
 FOLDER = Path(sys.argv[1])
+ZERO = int(sys.argv[2]) if len(sys.argv) > 2 else 1  # of every other variant; the others have 1
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ROWS, SAVE_EVERY, SAVES_KEPT, SWITCH_EVERY = 24, 7, 3, 5
 VARIANTS = ("rising", "falling")
@@ -103,8 +104,8 @@ def tell(**what: object) -> None:
             file.write(json.dumps({"seconds": time.monotonic(), "world": WORLD, **what}) + "\n")
 
 
-def plan(shares: range, name: str) -> hetu_fx.Plan:
-    return replace(hetu_fx.Plan.data_parallel(tuple(range(WORLD)), tuple(shares)), zero=1, name=name)
+def plan(shares: range, name: str, zero: int) -> hetu_fx.Plan:
+    return replace(hetu_fx.Plan.data_parallel(tuple(range(WORLD)), tuple(shares)), zero=zero, name=name)
 
 
 def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, done: int) -> None:
@@ -122,7 +123,7 @@ def train() -> None:
     torch.manual_seed(3)
     model = Net().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    plans = [plan(range(1, WORLD + 1), VARIANTS[0]), plan(range(WORLD, 0, -1), VARIANTS[1])]
+    plans = [plan(range(1, WORLD + 1), VARIANTS[0], ZERO), plan(range(WORLD, 0, -1), VARIANTS[1], 1)]
     with phase("plan"):
         model = hetu_fx.auto_parallelize(model, batch(0), plan=plans, optimizer=optimizer, data="global", seed=1)
     with phase("load"):

@@ -13,7 +13,7 @@ Passing, with m micro-batches of x rows, f of them in flight, K kept by one (`va
     forward           (f - 1) K + most in a forward; gradients P if a backward has been before             (3)
     first backward    (f - 1) K + most in a backward, with the gradients made up to there                  (4)
     later backward    the same with all gradients P, and one more micro-batch in flight if m > f           (5)
-    synchronisation   gradients P, messages of as many bytes, and what arrives from others                 (6)
+    synchronisation   gradients P, a message of a bucket of them, and what arrives from others for it      (6)
     update            gradients H, and three values for each element of the largest parameter              (7)
 
 (7) is for Adam that goes from parameter to parameter, as torch's does on a CPU; one that works on all at once takes up
@@ -159,9 +159,12 @@ class HeldShard:
 
     @property
     def messages(self) -> float:
-        """Return the bytes of messages that bring its gradients home, and of what arrives from others."""
+        """Return the bytes of messages that bring its gradients home, and of what arrives from others.
+
+        A bucket takes the place of the gradients that are packed into it: only that of the last ones is more.
+        """
         whole = self.state.gradient_share * self.synced
-        return self.going.messages(whole) if self.lets_go else (1 + self._arriving) * whole
+        return self.going.messages(whole) if self.lets_go else (1 + self._arriving) * min(whole, self.going.largest)
 
     @property
     def _arriving(self) -> float:

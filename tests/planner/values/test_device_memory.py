@@ -65,6 +65,13 @@ def test_gathers_hold_no_more_messages_than_travel_at_once() -> None:
     assert total(shard, 0)["gather"] == 2 * size + 3 * BUCKET_BYTES
 
 
+def test_buckets_take_the_place_of_the_gradients_that_are_packed_into_them() -> None:
+    size = 10 * BUCKET_BYTES
+    shard = HeldShard(parameters=size, owned=size // 4, copied=size, synced=size, footprint=PRINT)
+    lasting = size // 4 + size // 2 + size
+    assert total(shard, 0)["synchronisation"] == lasting + size + BUCKET_BYTES + BUCKET_BYTES * 3 // 4
+
+
 def test_gradients_that_go_as_they_come_leave_what_stays_at_home_and_a_few_buckets() -> None:
     size = 10 * BUCKET_BYTES
     shard = HeldShard(parameters=size, owned=size // 4, copied=size, synced=size, footprint=PRINT, lets_go=True)

@@ -1,8 +1,7 @@
 """The user's side: `auto_parallelize`, the `forward` of what it returns, and copies of that.
 
-The `forward` of a parallel model: ours, which runs it in parallel, and what a script puts in its place later.
-
-A script's forward that leads to ours (autocast around it, a log of its outputs) runs as it is, as ours runs inside it.
+The `forward` of a parallel model: ours, which runs it in parallel, and what a script puts in its place later. A
+script's forward that leads to ours (autocast around it, a log of its outputs) runs as it is, as ours runs inside it.
 Any other is what the model computes from then on: ours takes its place, and has it captured.
 """
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hetu_fx.base.progress import telling
 from hetu_fx.base.words import seconds_text
 from hetu_fx.checkpoint.checkpoint import load_model, save_model
-from hetu_fx.checkpoint.on_signal import SaveOnSignal
+from hetu_fx.checkpoint.job_ends import SaveOnSignal
 from hetu_fx.checkpoint.snapshots import STOPPED_SECONDS, Snapshots
 from hetu_fx.checkpoint.tensor_files import write_wholes
 from hetu_fx.errors import StateError

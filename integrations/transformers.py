@@ -1,9 +1,8 @@
 """transformers: files that `from_pretrained` reads, generation, what models call inputs of sequences, evaluation.
 
-transformers: `save_pretrained` of a parallel model holds one whole tensor at a time, on the rank that saves.
-
-It is given tensors without memory in the place of home tensors, by which it names and shares out files. What writes a
-file gets the whole of each tensor when its turn comes, from the other ranks.
+transformers: `save_pretrained` of a parallel model holds one whole tensor at a time, on the rank that saves. It is
+given tensors without memory in the place of home tensors, by which it names and shares out files. What writes a file
+gets the whole of each tensor when its turn comes, from the other ranks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The first act of a step: each rank reads its batch, and all agree on what it is, or refuse it together.
 
-Inputs that must be the same on all ranks, compared by their values at the first steps and now and then after.
-
-What has no rows is one value of the whole batch, and with `data="global"` all of it is. Where ranks pass others, each
-would compute with its own: the loss is one rank's, the gradient another's. A number of 48 bits for all of them goes
-with what ranks agree on in a step; details are exchanged where it differs.
+Inputs that must be the same on all ranks, compared by their values at the first steps and now and then after. What has
+no rows is one value of the whole batch, and with `data="global"` all of it is. Where ranks pass others, each would
+compute with its own: the loss is one rank's, the gradient another's. A number of 48 bits for all of them goes with what
+ranks agree on in a step; details are exchanged where it differs.
 """
 
 from __future__ import annotations

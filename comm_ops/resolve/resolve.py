@@ -5,10 +5,9 @@ bottom tier, top tier, both, batched send-receive; then those that go beyond it.
 an earlier one cannot be beaten (`StepPrices`). `Refusal` has the closed list of reasons why a change is not resolved;
 every other change is.
 
-The two tiers' collectives (Hetu v2 section 5.1 and 5.2): along the axes of a group, and across groups.
-
-Along axes, those of all shardings of a group are refined until they match one to one. A split that spans several
-refined axes becomes levels, coarse to fine; a level knows the parts before it.
+The two tiers' collectives (Hetu v2 section 5.1 and 5.2): along the axes of a group, and across groups. Along axes,
+those of all shardings of a group are refined until they match one to one. A split that spans several refined axes
+becomes levels, coarse to fine; a level knows the parts before it.
 """
 
 from __future__ import annotations

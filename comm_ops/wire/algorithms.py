@@ -2,13 +2,12 @@
 
 Where ranks can, they read each other's memory instead of sending (`peers`): of one node as a rule, inside of it too.
 
-Collectives of groups that span nodes, in two levels: inside every node and across, each byte crossing once.
-
-So at each tier, where nodes stand in racks: what goes across goes in two levels again, inside every rack and across.
-An all-reduce is a reduce-scatter inside, an all-reduce across and an all-gather inside; an all-gather goes
-across first, a reduce-scatter inside first. Across, ranks meet in lanes of one rank per node. Where nodes have
-unequal numbers of ranks, those of a smaller node stand in several lanes; an all-reduce uses as many lanes as the
-smallest node has ranks. The first and second level of an all-gather copy bits; sums are made per node first.
+Collectives of groups that span nodes, in two levels: inside every node and across, each byte crossing once. So at each
+tier, where nodes stand in racks: what goes across goes in two levels again, inside every rack and across. An all-reduce
+is a reduce-scatter inside, an all-reduce across and an all-gather inside; an all-gather goes across first, a
+reduce-scatter inside first. Across, ranks meet in lanes of one rank per node. Where nodes have unequal numbers of
+ranks, those of a smaller node stand in several lanes; an all-reduce uses as many lanes as the smallest node has ranks.
+The first and second level of an all-gather copy bits; sums are made per node first.
 
 One of host memory runs beside what else a rank does. A level can only start when the one before has arrived, and a
 rank in its backward cannot wait for that: its peers may need what it has yet to work out. So a thread takes the

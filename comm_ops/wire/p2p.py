@@ -2,11 +2,10 @@
 
 Between ranks whose devices are of unlike types they go through the host, in chunks that overlap.
 
-Messages between ranks whose devices are of unlike types: through the host, in chunks that overlap.
-
-What leaves a device is copied to the host, sent, and copied to the device at the other end. In chunks, the wire
-carries one while the next is copied, so that the whole takes as long as the slower of the two, not as long as all
-three. Both ends cut a message alike: whether it is cut follows from who the ends are, and where from its bytes.
+Messages between ranks whose devices are of unlike types: through the host, in chunks that overlap. What leaves a device
+is copied to the host, sent, and copied to the device at the other end. In chunks, the wire carries one while the next
+is copied, so that the whole takes as long as the slower of the two, not as long as all three. Both ends cut a message
+alike: whether it is cut follows from who the ends are, and where from its bytes.
 """
 
 from __future__ import annotations

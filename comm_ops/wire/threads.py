@@ -1,24 +1,15 @@
 """Ranks that are threads of one process and take turns: `run_in_threads` runs something as every rank of a world.
 
 For tests, `hetu-fx verify --ranks` and bug reports: they run what processes run, numbers are the same, times mean
-nothing. One runs until it waits for another (`RoundRobin`), messages and collectives meet by tag and number.
+nothing. One runs until it waits for another, then the next one that can goes on. So a run of many is the same every
+time, and where nobody can go on it is known at once who waits for what.
 
-Threads that take turns: one runs until it waits for another, then the next one that can goes on.
+Messages: a send and a receive of one tag meet, and what stands at the sender then is copied. As with gloo, a message
+leaves when its receive is posted: a sender that writes to it meanwhile sends something else.
 
-So a run of many is the same every time, and where nobody can go on it is known at once who waits for what.
-
-Messages between two threads: a send and a receive of one tag meet, and what stands at the sender then is copied.
-
-As with gloo, a message leaves when its receive is posted: a sender that writes to it meanwhile sends something else.
-
-Collectives among threads: calls of one group meet by their number, and the last one to come does what all came for.
-
-Calls that do not fit together are refused as soon as the second one comes, on all ranks that come, with what each asked
-for: processes would mix values, wait for ever, or be ended by gloo.
-
-Carries messages between ranks that are threads of one process and take turns; see `hetu_fx.comm_ops.wire.transport`.
-
-Tensors are copied, so that ranks share no more than processes do. Sums are made in the order of the ranks.
+Collectives: calls of one group meet by their number, and the last one to come does what all came for, sums in the order
+of the ranks. Calls that do not fit together are refused as soon as the second one comes, on all ranks that come, with
+what each asked for: processes would mix values, wait for ever, or be ended by gloo.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ def own(kind: Callable[[], T]) -> T:
 def _belongings() -> Belongings | None:
     """Return what the rank has that this thread works for, or that has called a backward which this thread runs."""
     found: Belongings | None = getattr(_ranks.here, "belongings", None)
-    return _ranks.carried(_KEY) if found is None and _ranks.carried else found
+    carried = _ranks.carried
+    return carried(_KEY) if found is None and carried else found
 
 
 def is_one_of_many() -> bool:

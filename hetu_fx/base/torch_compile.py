@@ -6,10 +6,9 @@ each call but what we ask. Built on private parts of torch: `hetu_fx.base.torch_
 
 All C++ kernels of several graphs go in one library: what inductor compiles them one by one for is mostly headers.
 
-All C++ kernels of several graphs in one library: what inductor compiles them one by one for is mostly headers.
-
-Of a kernel's 0.6 s (1.9 s without a precompiled header, which takes 4 s itself) its own lines take 0.05 s. Here kernels
-wait until all graphs that are compiled together have been written, and one call of the compiler makes them all. Kept by
+All C++ kernels of several graphs in one library: what inductor compiles them one by one for is mostly headers. Of a
+kernel's 0.6 s (1.9 s without a precompiled header, which takes 4 s itself) its own lines take 0.05 s. Here kernels wait
+until all graphs that are compiled together have been written, and one call of the compiler makes them all. Kept by
 content beside inductor's own files, in the user's cache; the next process finds each kernel there. Built on private
 parts of torch: `hetu_fx.base.torch_private` says how these are held.
 """

@@ -1,11 +1,10 @@
 """What `model.hetu.snapshots` gives: snapshots in memory every few steps, and going on from them after a restart.
 
-Snapshots of a training run in the memory of its nodes: written beside the steps that follow, found after a restart.
-
-At a step's end every rank copies what it counts of parameters, buffers and optimizer state. A thread then writes the
-copy to shared memory, sends it to the rank that keeps it too, and waits until all ranks have done so; only then the
-snapshot before is removed. So there is always one whole snapshot of a step that every rank has finished. A restarted
-job finds the newest one, and brings it to where it is needed.
+Snapshots of a training run in the memory of its nodes: written beside the steps that follow, found after a restart. At
+a step's end every rank copies what it counts of parameters, buffers and optimizer state. A thread then writes the copy
+to shared memory, sends it to the rank that keeps it too, and waits until all ranks have done so; only then the snapshot
+before is removed. So there is always one whole snapshot of a step that every rank has finished. A restarted job finds
+the newest one, and brings it to where it is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from hetu_fx.base.torch_private import device_types as group_device_types
 from hetu_fx.checkpoint import joining
 from hetu_fx.checkpoint.checkpoint import checkpoint_tensors, load_model, saved_step
 from hetu_fx.checkpoint.folders import latest
-from hetu_fx.checkpoint.on_signal import watch_each_other
+from hetu_fx.checkpoint.job_ends import watch_each_other
 from hetu_fx.checkpoint.optimizer_files import RestoredTraining, TrainingFiles, state_tensors, training_document
 from hetu_fx.checkpoint.snapshot_files import (
     Header,

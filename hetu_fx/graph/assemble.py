@@ -1,7 +1,6 @@
 """Turn what torch.export gives into a Graph: flat, functional, clean, with the user's names.
 
 Buffers that a forward assigns anew (`self.mean = 0.9 * self.mean + ...`): to a trace, writes to those there are.
-
 torch.export follows assignments to buffers of its root module alone, which the user's model is not: on others, what is
 assigned would be lost without a word.
 """

@@ -3,11 +3,10 @@
 `plan` finds what `auto_parallelize(plan="auto")` would choose; `profile` writes down what planning needs to know of a
 model, so that the rest can be done elsewhere, without it; `simulate` tells what a step under a plan would be.
 
-How fast each device of a job is on a model's own blocks: all run them at once, as they do in training.
-
-Products of matrices tell how fast devices are, one beside another. What a model makes of a device they do not tell: how
-wide its products are, what ops between them move, what running an op takes. Nor does one device alone tell what it is
-among others that share its processor and its memory.
+How fast each device of a job is on a model's own blocks: all run them at once, as they do in training. Products of
+matrices tell how fast devices are, one beside another. What a model makes of a device they do not tell: how wide its
+products are, what ops between them move, what running an op takes. Nor does one device alone tell what it is among
+others that share its processor and its memory.
 """
 
 from __future__ import annotations

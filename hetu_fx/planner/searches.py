@@ -8,7 +8,6 @@ allowed and what was found leaves much to gain; where the sequences of a batch d
 its plans are the answer. The one cost says whose plan is best.
 
 Replicas that share what they read: gradients go home as they come, parameters are gathered unit by unit (zero 2, 3).
-
 That costs time, and saves memory. So it is asked for where a plan of one stage and one micro-batch does not fit memory
 otherwise, or not without recomputing: more of `zero` only where less of it does so, too (Rajbhandari et al., ZeRO, SC
 2020, section 5; Zhao et al., PyTorch FSDP, VLDB 2023). Replicas are groups of equal size, with rows by their speed, or

@@ -45,10 +45,10 @@ def _able_to_read(compute: Annotation | None, ranks: Sequence[int]) -> bool:
 
 
 def home_weights(plan: Plan, cluster: Cluster | None, world: int) -> list[float]:
-    """Return what homes are weighed by: the plan's shares of them, or else the devices' speed, where it is known."""
-    if plan.homes:
-        return [float(share) for share in (*plan.homes, *[0] * world)[:world]]
-    return [1.0 if cluster is None else cluster.device(rank).speed for rank in range(world)]
+    """Return each rank's `Plan.home_weights`, by the devices' speeds where they are known."""
+    ranks = range(0 if plan.homes else world)
+    weights = plan.home_weights({rank: 1.0 if cluster is None else cluster.device(rank).speed for rank in ranks})
+    return [weights.get(rank, 0.0) for rank in range(world)]
 
 
 def make_home_layouts(

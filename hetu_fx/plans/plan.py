@@ -235,7 +235,7 @@ class Plan(Document):
 
     def home_weights(self, speeds: Mapping[int, float]) -> Mapping[int, float]:
         """Return what states are shared out by: the plan's own shares of homes, or else the speeds of ranks."""
-        return {rank: float(self.homes[rank]) for rank in self.devices} if self.homes else speeds
+        return dict(enumerate(map(float, self.homes))) if self.homes else speeds
 
     @property
     def gathers_units(self) -> bool:

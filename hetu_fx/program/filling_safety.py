@@ -5,12 +5,11 @@ depends on all of it: masks that follow from inputs or from places, labels that 
 reads, what a mean divides by. So the program is run on a few tokens, in double precision and on random parameters, once
 as they are and once filled up; what it returns must be equal where both have it.
 
-Whether the sequences of a packed row can be kept apart, and whether what fills a row is seen by it.
-
-Where tokens of a row meet, parameters still to come, something must say which may: an attention mask. In a packed row
-it has to follow from position ids, which restart with each sequence, and is made for such a row to see. In a row that
-is filled up at its end a causal mask will do. Any other op in which tokens meet (a convolution, a recurrence, a mean)
-knows nothing of sequences.
+Whether the sequences of a packed row can be kept apart, and whether what fills a row is seen by it. Where tokens of a
+row meet, parameters still to come, something must say which may: an attention mask. In a packed row it has to follow
+from position ids, which restart with each sequence, and is made for such a row to see. In a row that is filled up at
+its end a causal mask will do. Any other op in which tokens meet (a convolution, a recurrence, a mean) knows nothing of
+sequences.
 
 What counts tokens along a row, or compares them, tells where in its row a token stands. Masks may be made of that, as
 they are checked for sequences; an activation that learns it otherwise (a table of positions that is read by counting up

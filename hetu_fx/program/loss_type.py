@@ -1,10 +1,9 @@
 """What the loss of a captured graph is by its rules: only what is proven to be a sum over rows may be shared out.
 
-How values grow with the number of rows: what a loss is, a sum over rows or a mean, is proven by this.
-
-A value has degree d if it is n ** d times as large on a batch in which every row stands n times. A count of rows has
-degree 1, a sum over rows one more than what is summed, a quotient the difference: a mean has degree 0. Degrees follow
-from the rules alone: what an op is linear in, what it divides by, what it sums. Where these say nothing, there is none.
+How values grow with the number of rows: what a loss is, a sum over rows or a mean, is proven by this. A value has
+degree d if it is n ** d times as large on a batch in which every row stands n times. A count of rows has degree 1, a
+sum over rows one more than what is summed, a quotient the difference: a mean has degree 0. Degrees follow from the
+rules alone: what an op is linear in, what it divides by, what it sums. Where these say nothing, there is none.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Capture a model as it is now: its own forward, on stand-ins of its parameters, watched for what it reads.
 
-What a captured program shows of its rows, where they were taken to be dim 0 and meet in the model.
-
-Rows of a batch are independent of each other, or meet in all of them alike. A time-first input (torch's own order for
-recurrent and attention modules) is independent along another dim, which labels may have as their only one. Nothing
-proves what the user means, so what is found is used with a warning where all that is seen agrees, and is a doubt, with
-which ranks' rows are not put together, where it does not.
+What a captured program shows of its rows, where they were taken to be dim 0 and meet in the model. Rows of a batch are
+independent of each other, or meet in all of them alike. A time-first input (torch's own order for recurrent and
+attention modules) is independent along another dim, which labels may have as their only one. Nothing proves what the
+user means, so what is found is used with a warning where all that is seen agrees, and is a doubt, with which ranks'
+rows are not put together, where it does not.
 """
 
 from __future__ import annotations

@@ -30,10 +30,8 @@ sums, and the loss is their mean. They are told when the next batch starts, for 
 The loss is that which the step has returned to process 0, known by then without a message and without a wait; None
 where the model returns none.
 
-What ranks do when in one step of each variant: recorded as the step runs, by each rank for itself.
-
-Other ranks leave theirs in the job's store, where rank 0 finds them later. Nobody waits, and a rank that does not log
-leaves none.
+What ranks do when in one step of each variant: recorded as the step runs, by each rank for itself. Other ranks leave
+theirs in the job's store, where rank 0 finds them later. Nobody waits, and a rank that does not log leaves none.
 """
 
 from __future__ import annotations

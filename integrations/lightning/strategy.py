@@ -5,11 +5,10 @@ processes' losses is trained on.
 
 Parameters of no module that runs in parallel are whole in each process, and their gradients are averaged.
 
-Which modules of a LightningModule run in parallel: those that its training step calls.
-
-A step calls the LightningModule itself (`self(x)`), a module in it (`self.model(x)`), or several. Nobody knows which
-before the first step, nor with what. So while a step runs, modules that are trained wait for their first call, and the
-outermost that is called is made parallel there, with what it is called with as the example.
+Which modules of a LightningModule run in parallel: those that its training step calls. A step calls the LightningModule
+itself (`self(x)`), a module in it (`self.model(x)`), or several. Nobody knows which before the first step, nor with
+what. So while a step runs, modules that are trained wait for their first call, and the outermost that is called is made
+parallel there, with what it is called with as the example.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ last `REMEMBERED` of them said since the shift, and reported again when
 
     it differs from the reported one by a factor of at least 1 + gap                               (4)
 
-What a rank measures of itself beside its steps: its device's speed without work, and what its optimizers take.
-
-Devices without work keep being measured, so that one that has become healthy again gets work again.
+What a rank measures of itself beside its steps: its device's speed without work, and what its optimizers take. Devices
+without work keep being measured, so that one that has become healthy again gets work again.
 
 Every device runs a small probe before the first steps, and those that a plan leaves out run it in every step while
 the others compute. Its seconds over those of the first ones are the device's slowness; they travel with the facts of

@@ -7,9 +7,8 @@ After devices are lost, what they held comes from others that hold the same, as 
 9): states are whole on each replica (zero 0), so that a replica that has lost none of its devices has all of them.
 `hetu_fx.planner.search.staying` prices the same.
 
-Homes follow plans: when devices' rates have led to another one, parameters and their state move near it, if it pays.
-
-A plan alone leaves homes where they are, and a device that has become slow goes on updating what it owns, summing its
+Homes follow plans: when devices' rates have led to another one, parameters and their state move near it, if it pays. A
+plan alone leaves homes where they are, and a device that has become slow goes on updating what it owns, summing its
 gradients and giving its values to the others. Here is decided whether to change that, and when: after the first step
 under the plan, which has told where it reads what, so that nothing is deduced for it twice. Malleus moves the state
 with every plan.

@@ -1,7 +1,6 @@
 """Tensors that ranks read of each other: under which keys, what a rank holds of them, and why it gives none.
 
 Optimizers by number, in the order of their first steps: the same on all ranks. What one has loaded is cut at a step.
-
 All optimizers of home parameters: those that are known may be wrapped in one without hooks of its own (accelerate's
 are). Their steps are noted in the journal, with what they go by.
 

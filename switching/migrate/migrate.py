@@ -9,7 +9,6 @@ seconds, a ninth to a fourteenth of what a checkpoint takes in the page cache; a
 takes 0.1 to 1.7 seconds more, mostly for its plan.
 
 Memory of other processes of this machine: read where it is, or where they have packed for others; nothing is sent.
-
 Where ranks can read each other's memory (`wire.peers`) nothing is packed, and there is no room for messages.
 
 What is not read in the sender's own parts is packed in memory that processes share (`NodeMemory`). Messages over a

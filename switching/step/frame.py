@@ -2,12 +2,11 @@
 
 Outputs other than the loss go back to the ranks whose rows they belong to, their gradients the other way.
 
-Where the user's graph of autograd ends and that of a step begins.
-
-What a step returns depends, for the user's autograd, on the home parameters and on the inputs that need a gradient, by
-one node. Its backward goes through the step's own graph, brings the parameters' gradients home, and gives all of them
-to the user's autograd. So `torch.autograd.grad`, `backward(inputs=...)`, `retain_graph` and hooks do what they do for a
-module on one device, whatever ranks do in between.
+Where the user's graph of autograd ends and that of a step begins. What a step returns depends, for the user's autograd,
+on the home parameters and on the inputs that need a gradient, by one node. Its backward goes through the step's own
+graph, brings the parameters' gradients home, and gives all of them to the user's autograd. So `torch.autograd.grad`,
+`backward(inputs=...)`, `retain_graph` and hooks do what they do for a module on one device, whatever ranks do in
+between.
 """
 
 from __future__ import annotations

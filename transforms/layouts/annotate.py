@@ -8,13 +8,12 @@ splitting when splitting it spreads many FLOPs for few communicated elements. On
 heads, the feed-forward width and the vocabulary, which is Megatron's choice; on other models whatever the same ratio
 says.
 
-Tensor parallel groups of more devices than a class has parts: what each part is cut in besides.
-
-Grouped heads are the case: k key-value heads, each with r heads of queries. A group of k s devices cuts the key-value
-heads in k, one each, and what stands inside of each in s: its heads of queries (the fine axis). Keys and values, which
-lack those, are whole there: the s devices that share a key-value head make the same ones, and their gradients come out
-as summands, as the rules say for any operand that lacks what its op is cut on. What else the group splits is seen as
-(k, the rest), so that both axes cut it; what ops look across (a vocabulary) is cut in k alone.
+Tensor parallel groups of more devices than a class has parts: what each part is cut in besides. Grouped heads are the
+case: k key-value heads, each with r heads of queries. A group of k s devices cuts the key-value heads in k, one each,
+and what stands inside of each in s: its heads of queries (the fine axis). Keys and values, which lack those, are whole
+there: the s devices that share a key-value head make the same ones, and their gradients come out as summands, as the
+rules say for any operand that lacks what its op is cut on. What else the group splits is seen as (k, the rest), so that
+both axes cut it; what ops look across (a vocabulary) is cut in k alone.
 """
 
 from __future__ import annotations

@@ -10,10 +10,9 @@ that runs whole on whole operands, to be added up there, once for all readers: a
 ways back meet, or one that lies in parts, where adding up and cutting is one step. On the way, gradients of parameters
 become summands too, which are added up when gradients are synchronised.
 
-Strategies of ops whose stage has a program: each op has one, the program's; how values lie is left to prices.
-
-A sum may be made whole, in parts that some reader is cut on, or be left to readers that take summands. What is split
-may be put together once where several readers want it otherwise. Views lie as what they are of.
+Strategies of ops whose stage has a program: each op has one, the program's; how values lie is left to prices. A sum may
+be made whole, in parts that some reader is cut on, or be left to readers that take summands. What is split may be put
+together once where several readers want it otherwise. Views lie as what they are of.
 """
 
 from __future__ import annotations

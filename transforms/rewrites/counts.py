@@ -4,10 +4,9 @@ A count is hoisted: its local value becomes an output of kind COUNT, computed fr
 reads a new leaf of kind COUNT instead. The runtime runs the part of the program that makes the local values before the
 step, as a prologue, sums them over micro-batches and replicas, and feeds the sum.
 
-Let checks that raise count what they raise for: counts add up over the rows of micro-batches and replicas.
-
-"Any element is negative" says of some rows what it says of them alone, and so does "not all are positive": how many
-there are is a sum over rows, like a loss. Any other check (of a mean, say) has the rows of the whole batch.
+Let checks that raise count what they raise for: counts add up over the rows of micro-batches and replicas. "Any element
+is negative" says of some rows what it says of them alone, and so does "not all are positive": how many there are is a
+sum over rows, like a loss. Any other check (of a mean, say) has the rows of the whole batch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Let attention in packed rows cost what its sequences cost: each attends by itself, not the row under a mask.
 
-What an attention mask lets through, read from the arithmetic that makes it: a conjunction of terms.
-
-A mask of packed rows is true where two tokens have the same number, and perhaps where a key is no later than its query.
-A mask of numbers is minus infinity elsewhere. Terms hold for every size and every batch; what cannot be read is left
-out, and the mask is then no more than implied by its terms.
+What an attention mask lets through, read from the arithmetic that makes it: a conjunction of terms. A mask of packed
+rows is true where two tokens have the same number, and perhaps where a key is no later than its query. A mask of
+numbers is minus infinity elsewhere. Terms hold for every size and every batch; what cannot be read is left out, and the
+mask is then no more than implied by its terms.
 """
 
 from __future__ import annotations

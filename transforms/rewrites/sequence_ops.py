@@ -4,10 +4,9 @@ attends in each by itself.
 What the second comes to depends on the device, as `KERNELS` says: slices for each sequence, torch's kernel for lengths
 that vary, or, where neither is there, the whole row under a mask, as without this op.
 
-Attention of packed rows by torch's kernel for sequences of varying lengths (FlashAttention; Dao 2023).
-
-Rows are laid one after another, as tokens (tokens, heads, d), and sequences are said by where they begin in that. It is
-what `torch.nn.attention.varlen` calls; here the log-sum-exp stays with the result, and the gradient is another op.
+Attention of packed rows by torch's kernel for sequences of varying lengths (FlashAttention; Dao 2023). Rows are laid
+one after another, as tokens (tokens, heads, d), and sequences are said by where they begin in that. It is what
+`torch.nn.attention.varlen` calls; here the log-sum-exp stays with the result, and the gradient is another op.
 """
 
 from __future__ import annotations

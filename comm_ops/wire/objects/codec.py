@@ -4,9 +4,8 @@ A value is told as JSON where that has it: text, finite numbers, True, False and
 with the number of its kind among those that the message names and goes on with its parts. Which kinds there
 are, and their parts, say a table of types and a rule for classes. Reading makes values of these and no others.
 
-Which values ranks tell each other, and what each of them consists of: a table of types, and a rule for classes.
-
-Reading makes values of these kinds and no others. It imports nothing, and calls what is in this file and the checks
+Which values ranks tell each other, and what each of them consists of: a table of types, and a rule for classes. Reading
+makes values of these kinds and no others. It imports nothing, and calls what is in this file and the checks
 (`__post_init__`) of hetu_fx's own frozen classes.
 """
 

@@ -5,10 +5,9 @@ the receiver, once it is there. Each pair of ranks has one row of messages each 
 were sent. Small ones gain most: a message of gloo wakes four threads in turn. A step of two stages of next to no work,
 a process of one core each, takes 2.8 ms so, and 7.7 ms by gloo.
 
-Rounds of a few numbers among ranks of one machine: each says its own, and hears those of all.
-
-A rank writes its numbers to memory of its own that the others have mapped, so that saying and hearing are no messages,
-and no calls of the system. What a process has said can be heard after it has ended.
+Rounds of a few numbers among ranks of one machine: each says its own, and hears those of all. A rank writes its numbers
+to memory of its own that the others have mapped, so that saying and hearing are no messages, and no calls of the
+system. What a process has said can be heard after it has ended.
 
 Nobody says that it has heard. A ring of rounds stands at once, and before a rank says something it has heard all of the
 round half a ring earlier. So whoever has said something half a ring ago had heard all of a whole ring ago by then, and

@@ -3,13 +3,11 @@
 The contracted factor of a product is summed, rows, columns and batch dims pass through. In attention batch, heads,
 queries and value channels do; keys and their channels stay whole.
 
-Linear algebra: of matrices and vectors the last dims stay whole, what stands before them is batch and passes.
+Linear algebra: of matrices and vectors the last dims stay whole, what stands before them is batch and passes. Solutions
+are linear in right-hand sides, products along a dim in each factor.
 
-Solutions are linear in right-hand sides, products along a dim in each factor.
-
-Convolution, pooling and recurrence: batch and channels pass through (input channels are summed), space stays whole.
-
-In a recurrence rows of the batch pass through, time steps and hidden channels stay whole.
+Convolution, pooling and recurrence: batch and channels pass through (input channels are summed), space stays whole. In
+a recurrence rows of the batch pass through, time steps and hidden channels stay whole.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Ops along dims: sums and (weighed by the count) means over them are partial, all others keep them whole.
 
-Normalizations and losses: what they normalize over stays whole or has a form for parts of it, all else passes.
-
-Losses sum rows away (a mean is partial, weighed by the shard's count).
+Normalizations and losses: what they normalize over stays whole or has a form for parts of it, all else passes. Losses
+sum rows away (a mean is partial, weighed by the shard's count).
 """
 
 from __future__ import annotations

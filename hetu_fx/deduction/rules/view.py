@@ -3,9 +3,8 @@
 A reshape is factored from its shapes alone: sizes are matched from both ends, a multiple is split into the
 other and the rest. Sizes that do not refine (4 x 6 seen as 6 x 4) stay whole.
 
-Ops that cut dims or put them together: the dim in question stays whole, all others pass; all are linear.
-
-Cutting a dim into equal pieces refines it instead: (pieces, rest), and the rest passes through.
+Ops that cut dims or put them together: the dim in question stays whole, all others pass; all are linear. Cutting a dim
+into equal pieces refines it instead: (pieces, rest), and the rest passes through.
 """
 
 from __future__ import annotations

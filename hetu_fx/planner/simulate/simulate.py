@@ -8,13 +8,11 @@ which difference.
 
 Where only seconds are asked for, pipelines that are alike are simulated as one (`fold`).
 
-One pipeline on paper: what its parts cost, and the jobs of its devices, each when its input has arrived.
-
-Every device does its schedule's entries in order. As in the runtime, what an entry has made leaves when its device
-begins a later one: as a rule the next, but where devices send by themselves what `plans.schedule.departures` says. It
-leaves once its receiver waits for it, and travels beside whatever the sender does then; a slice that several devices of
-a node get from another is passed on inside. The backward that completes the gradients is cut where a bucket of them is
-ready.
+One pipeline on paper: what its parts cost, and the jobs of its devices, each when its input has arrived. Every device
+does its schedule's entries in order. As in the runtime, what an entry has made leaves when its device begins a later
+one: as a rule the next, but where devices send by themselves what `plans.schedule.departures` says. It leaves once its
+receiver waits for it, and travels beside whatever the sender does then; a slice that several devices of a node get from
+another is passed on inside. The backward that completes the gradients is cut where a bucket of them is ready.
 """
 
 from __future__ import annotations

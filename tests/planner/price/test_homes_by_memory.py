@@ -65,7 +65,7 @@ def test_a_device_without_room_owns_nothing() -> None:
 def test_shares_of_homes_are_read_back_from_a_plan_file(homes: tuple[int, ...]) -> None:
     plan = replace(Plan.data_parallel(2), homes=homes)
     assert Plan.from_json(plan.to_json()) == plan
-    assert plan.home_weights({}) == {rank: plan.homes[rank] for rank in range(2)}
+    assert plan.home_weights({}) == dict(enumerate(plan.homes))
     assert "homes" not in Plan.data_parallel(2).to_json()
 
 

@@ -11,13 +11,11 @@ In a program of a plan a factor is named by a dim of a parameter or an input tha
 there is such. Ops of repeated blocks that do the same are one region, whose numbers are `*`. What the loss does not
 need is done whole. Views are left out, and what parameters do not reach: they follow what they are of.
 
-The plan that runs a HAP program, or the nearest one that a plan can say, with what that loses.
-
-A plan says two things of all devices together: rows for each (data parallel), or one tensor parallel group that
-splits certain factors wherever they stand, and, if asked to, the sequence where it splits none of them. A HAP program
-may mix these op by op. So each of the two is searched again, with nothing else allowed, and the faster one is taken.
-What that costs more than the program is the loss. Factors' names must mean the same in all ops, as
-`count.graph_problem_of` makes them.
+The plan that runs a HAP program, or the nearest one that a plan can say, with what that loses. A plan says two things
+of all devices together: rows for each (data parallel), or one tensor parallel group that splits certain factors
+wherever they stand, and, if asked to, the sequence where it splits none of them. A HAP program may mix these op by op.
+So each of the two is searched again, with nothing else allowed, and the faster one is taken. What that costs more than
+the program is the loss. Factors' names must mean the same in all ops, as `count.graph_problem_of` makes them.
 """
 
 from __future__ import annotations

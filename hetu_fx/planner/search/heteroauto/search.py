@@ -7,12 +7,11 @@ in which every kind has groups of one size is found and proved. A second stage t
 groups may be larger than others; from the best plan on, as long as a split makes it faster (local, hence without
 proof). H2: arXiv 2505.17548, section on HeteroAuto; its planner is not public.
 
-Which of given groups follow which, in how many stages, of how many layers each: the lower level, exact.
-
-Minimise (1) of `cost`, which is sum_j share_j + max_k bound_k, with bubble s and (m - bubble) s + u of a stage as its
-share and its bound. F(B) is the least sum over pipelines whose maximum is within a limit B. It falls as B grows; so B
-starts where nothing above can be better, and falls to just below the maximum of what was found, or to where F alone is
-too much, until nothing is left. F(B) is found by dynamic programming from the pipeline's end:
+Which of given groups follow which, in how many stages, of how many layers each: the lower level, exact. Minimise (1) of
+`cost`, which is sum_j share_j + max_k bound_k, with bubble s and (m - bubble) s + u of a stage as its share and its
+bound. F(B) is the least sum over pipelines whose maximum is within a limit B. It falls as B grows; so B starts where
+nothing above can be better, and falls to just below the maximum of what was found, or to where F alone is too much,
+until nothing is left. F(B) is found by dynamic programming from the pipeline's end:
 
     F(K, k, q, x) = min over l <= x and k' of F(K', k', q - 1, x - l) + share_k(q, l)  with bound_k(q, l) <= B  (1)
 

@@ -7,11 +7,10 @@ priced by the cost model that all searches share, for rows of the mean length of
 Where devices are unlike, a pipeline has its number of each kind. What it recomputes is said by its scheme, once for all
 of its rows.
 
-What a pipeline of a pool may be on the devices there are: its groups, and how they hold a row.
-
-A stage's group is of devices of one kind, or of several, which share what it splits by their speeds. It splits heads
-(tensor parallel), the tokens of rows (context parallel), or both as a grid. Where a scheme has no room for the longest
-sequence, another one like it recomputes its blocks: it holds longer rows, and takes more time for each.
+What a pipeline of a pool may be on the devices there are: its groups, and how they hold a row. A stage's group is of
+devices of one kind, or of several, which share what it splits by their speeds. It splits heads (tensor parallel), the
+tokens of rows (context parallel), or both as a grid. Where a scheme has no room for the longest sequence, another one
+like it recomputes its blocks: it holds longer rows, and takes more time for each.
 
 Seconds are fitted to the prices of a pipeline's stages, or as a profile gives them for groups of one kind that split
 heads. The rows that a scheme holds are those that all of its devices have memory for.

@@ -1,13 +1,12 @@
-"""What `model.hetu.save_on_signal` gives: a job that is told to end writes a checkpoint first, all processes together.
+"""How a job ends before it is done: it is told to by a signal, or a process of it gives no sign of life.
 
-One process that has been told is enough. It says so in the message that processes exchange before every step, the first
-one after the optimizer's step; all of them save then, and leave the script.
+`model.hetu.save_on_signal`: a job that is told to end writes a checkpoint first, all processes together. One process
+that has been told is enough. It says so in the message that processes exchange before every step, the first one after
+the optimizer's step; all of them save then, and leave the script.
 
-Notices a process that gives no sign of life where the launcher does not: torchrun waits for it for ever.
-
-Every process counts up a number in the launcher's store, and reads those of the others on its node and of the next
-rank. One that has not counted for so long is ended by those on its node, and all cut their connections, so that nobody
-waits for it in a communication. The launcher sees that processes have failed, and starts all again.
+A process that gives no sign of life is noticed where the launcher does not: torchrun waits for it for ever. Every
+process counts up a number in the launcher's store, and reads those of the others on its node and of the next rank. One
+that has not counted for so long is ended by those on its node, and all cut their connections, so that all restart.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import HashStore
 
 import hetu_fx
 from hetu_fx.base.machine import start_time
-from hetu_fx.checkpoint import on_signal
-from hetu_fx.checkpoint.on_signal import LEFT, HeartbeatAges, Heartbeats, Peer, ranks_watched_by, watch_each_other
+from hetu_fx.checkpoint import job_ends
+from hetu_fx.checkpoint.job_ends import LEFT, HeartbeatAges, Heartbeats, Peer, ranks_watched_by, watch_each_other
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from tests.checkpoint.signal_script import Net, batch
@@ -175,7 +175,7 @@ def test_a_second_signal_does_at_once_what_it_did_before_but_for_an_echo(
     tell()
     tell()
     assert heard == []
-    monkeypatch.setattr(on_signal, "SAME_SECONDS", 0.0)
+    monkeypatch.setattr(job_ends, "SAME_SECONDS", 0.0)
     tell()
     assert heard == [signal.SIGTERM]
     model(**batch(0)).backward()  # nobody listens any more

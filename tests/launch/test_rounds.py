@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ def test_a_machine_that_is_lost_is_missed_by_the_others_which_stay_in_their_proc
 
 
 def _other_version() -> None:
-    rendezvous_store.metadata.version = lambda name: "0.0.0"  # type: ignore[assignment]
+    metadata.version = lambda distribution_name: "0.0.0"
 
 
 def _other_secret() -> None:

@@ -225,8 +225,10 @@ class HetuRendezvous(RendezvousHandler):
         Raises RendezvousStateError, and tells the others, if it lives.
         """
         known, own = self._at.known, _machine(self._me.node)
-        if known is None or self._settled.number:
-            return known is None
+        if self._at.lost or self._settled.number:
+            return False
+        if known is None:  # nothing has been read so far
+            return True
         twins = {node for node in known.watched if _machine(node) == own} - {self._me.node} - known.evicted
         self._twin_since = (self._twin_since or time.monotonic()) if twins else None
         waits = 0.0 if self._twin_since is None else time.monotonic() - self._twin_since
@@ -260,7 +262,9 @@ class HetuRendezvous(RendezvousHandler):
 
     def why_closed(self) -> str:
         """Return why the job has ended; "" if its work is done."""
-        return self._at.read().reason
+        with suppress(RendezvousConnectionError):
+            return self._at.read().reason
+        return f"the rendezvous at {self._at.where} is gone: {self._at.lost}"
 
     def finish(self) -> None:
         """Tell that the work of this node's processes is done."""

@@ -26,7 +26,7 @@ from hetu_fx.launch.job import Message, MessageChannel, NodesSpec, fork_child
 from hetu_fx.launch.rendezvous_handler import BACKEND, HetuRendezvous
 
 STORE_SECONDS = 300.0
-_END_SECONDS = 3.0  # for the process at the rendezvous to end, beyond what it waits for the others
+_END_SECONDS = 10.0  # for the process at the rendezvous to end, beyond what it waits for the others
 OUT_OF_REACH_STATUS = 75  # EX_TEMPFAIL: the other machines cannot be reached any more
 
 Descriptors = Callable[[], Sequence[int]]
@@ -89,7 +89,7 @@ class NodeRounds:
     """Of a job on several machines: those take part that have met. `channel` is that of the process that goes there."""
 
     def __init__(self, spec: NodesSpec, descriptors: Descriptors) -> None:
-        self._descriptors = descriptors
+        self._descriptors, self._end_seconds = descriptors, spec.times.reach + _END_SECONDS
         self.store: StoreProcess | None = None
         self._address = ""
         self._asked = 0
@@ -144,9 +144,10 @@ class NodeRounds:
 
     def end(self) -> None:
         """Wait for the process at the rendezvous, which may serve it for the others a little longer."""
-        self.channel.socket.setblocking(True)
+        self.channel.socket.settimeout(self._end_seconds)
         for _ in self.channel.messages():
             pass
+        os.kill(self.process, signal.SIGKILL)
         os.waitpid(self.process, 0)
         self._end_store()
 
@@ -189,10 +190,11 @@ def _go_to_rendezvous(spec: NodesSpec, end: socket.socket) -> int:
     """Be the process of a machine at the rendezvous."""
     _ignore_ends()
     channel = MessageChannel(end)
+    run_id = f"{spec.run_id} (hetu-fx launch)"  # torchrun numbers workers in another way
     counts = spec.least, spec.most
     try:
         rendezvous = HetuRendezvous(
-            RendezvousParameters(BACKEND, spec.endpoints, spec.run_id, *counts, **asdict(spec.times))
+            RendezvousParameters(BACKEND, spec.endpoints, run_id, *counts, **asdict(spec.times))
         )
     except (RendezvousError, EnvironmentProblem, OSError) as error:
         channel.send("refused", reason=str(error))

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -77,6 +76,10 @@ class Agent:
         """Return the steps that were told as done, in their order."""
         return [int(step) for step in re.findall(r"^step (\d+) of", "".join(self.lines), re.MULTILINE)]
 
+    def processes(self) -> set[str]:
+        """Return the processes in which the script has started."""
+        return set(re.findall(r"^start rank .* in (\d+)$", "".join(self.lines), re.MULTILINE))
+
 
 class Launcher(Agent):
     """`hetu-fx launch` on a machine."""
@@ -85,32 +88,25 @@ class Launcher(Agent):
         """Return what to run on a machine."""
         return ["-m", "hetu_fx.cli", "launch", *meet, "--nproc", str(nproc), "--min-nproc", "1", "--"]
 
-    def processes(self) -> set[str]:
-        """Return the processes in which the script has started."""
-        return set(re.findall(r"^start rank .* in (\d+)$", "".join(self.lines), re.MULTILINE))
-
-
-A = TypeVar("A", bound=Agent)
-
 
 @contextmanager
 def started(
-    three: list[Machine], nodes: str, servers: int = 1, agent: type[A] = Agent, steps: str = str(STEPS)
-) -> Iterator[Callable[..., A]]:
+    three: list[Machine], nodes: str, servers: int = 1, agent: type[Agent] = Agent, steps: str = str(STEPS)
+) -> Iterator[Callable[..., Agent]]:
     """Give what starts an agent on a machine, the first of which may serve; whatever is left at the end is killed."""
-    agents: list[A] = []
+    agents: list[Agent] = []
     endpoints = ",".join(machine.address for machine in three[:servers])
 
-    def start(number: int, nproc: int = 1) -> A:
+    def start(number: int, nproc: int = 1) -> Agent:
         agents.append(agent(three[number], endpoints, nodes, steps, nproc))
         return agents[-1]
 
     try:
         yield start
     finally:
-        for agent_ in agents:
-            agent_.process.kill()
-            agent_.process.wait()
+        for one in agents:
+            one.process.kill()
+            one.process.wait()
 
 
 @functools.cache

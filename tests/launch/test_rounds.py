@@ -15,16 +15,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters, RendezvousStateError
 
 from hetu_fx.cli.main import main
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch import rendezvous_store
 from hetu_fx.launch.job import LaunchSpec, MessageChannel, NodesSpec
 from hetu_fx.launch.launcher import ENDED_ELSEWHERE_STATUS, JobLauncher
+from hetu_fx.launch.rendezvous_handler import BACKEND, HetuRendezvous
 from hetu_fx.launch.times import Times
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -59,6 +62,7 @@ class Machine:
     """A launcher in a process of its own, with the name of a machine."""
 
     def __init__(self, folder: Path, name: str, where: str, behaviour: Behaviour, **how: Any) -> None:
+        self.where = where
         self.output, self.events = folder / f"{name}_output", folder / f"{name}_events"
         nodes = NodesSpec(how.pop("least", 2), 3, where, times=Times(reach=how.pop("reach", 30.0)))
         options = {"nproc": 1, "min_nproc": 1, "stopped_seconds": 120.0, "events": self.events, **how}
@@ -201,7 +205,7 @@ def test_a_machine_that_is_lost_is_missed_by_the_others_which_stay_in_their_proc
 
 
 def _other_version() -> None:
-    rendezvous_store.metadata.version = lambda name: "0.0.0"  # type: ignore[assignment]
+    metadata.version = lambda distribution_name: "0.0.0"
 
 
 def _other_secret() -> None:
@@ -226,6 +230,14 @@ def test_a_machine_that_cannot_be_of_the_job_is_refused_and_the_others_say_so(
         assert (other := start(name, waits, first=unlike)).end() == REFUSED_STATUS
         assert why in other.said()
         one.until(lambda: "was refused by the rendezvous" in one.said())
+
+
+def test_torchrun_does_not_join_a_job_of_the_launcher(tmp_path: Path) -> None:
+    with started(tmp_path) as start:
+        one = start("one", waits, least=1)
+        one.until(one.starts)
+        with pytest.raises(RendezvousStateError, match=r"is for hetu_fx .*, id 'none \(hetu-fx launch\)'"):
+            HetuRendezvous(RendezvousParameters(BACKEND, one.where, "none", 1, 2))
 
 
 def test_an_endpoint_that_nobody_serves_is_an_error_that_names_it(tmp_path: Path) -> None:

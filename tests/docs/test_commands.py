@@ -98,7 +98,7 @@ HELD = {
     "hetu-fx-align --losses run.jsonl reference.json": Held(
         by="hetu_fx_align/test_command.py::test_losses_of_two_trainings_are_compared"
     ),
-    "hetu-fx clean --yes": Held(by="cli/test_clean.py::test_what_is_stale_is_listed_and_removed_on_demand_alone"),
+    "hetu-fx clean --yes": Held(by="cli/test_main.py::test_what_is_stale_is_listed_and_removed_on_demand_alone"),
     "hetu-fx doctor": DOCTOR,
     "hetu-fx verify my_script.py:make_model": VERIFY,
     "hetu-fx verify my_script.py:make_model --plan data --plan tensor": VERIFY,

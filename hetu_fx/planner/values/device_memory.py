@@ -9,7 +9,7 @@ k, which a master copy counts with, and the size of gradients beside P are those
 
 Passing, with m micro-batches of x rows, f of them in flight, K kept by one (`values.footprint`):
 
-    gather            C again, and the messages that bring it                                              (2)
+    gather            the messages that bring C, a few buckets at a time                                   (2)
     forward           (f - 1) K + most in a forward; gradients P if a backward has been before             (3)
     first backward    (f - 1) K + most in a backward, with the gradients made up to there                  (4)
     later backward    the same with all gradients P, and one more micro-batch in flight if m > f           (5)
@@ -19,10 +19,10 @@ Passing, with m micro-batches of x rows, f of them in flight, K kept by one (`va
 (7) is for Adam that goes from parameter to parameter, as torch's does on a CPU; one that works on all at once takes up
 to H more. Where gradients go as they come (zero 2, 3), of those that have been made there are in (4) and (6) what
 stays at home and a few messages. Where parameters are gathered unit by unit (zero 3), C is the buffers in which units
-take turns, those of two that follow each other, which (2) adds nothing to. 1F1B keeps f = min(m, p - s) micro-batches
-of m on stage s of p, GPipe all m, zero bubble min(m, p), of which those whose weights' gradients wait count as others
-do: they keep less (inputs of products, and gradients of results). What is sent to other stages is held until something
-comes back: that of f + 1 micro-batches. What a stage in chunks keeps says `chunk_memory`.
+take turns, those of two that follow each other. 1F1B keeps f = min(m, p - s) micro-batches of m on stage s of p, GPipe
+all m, zero bubble min(m, p), of which those whose weights' gradients wait count as others do: they keep less (inputs of
+products, and gradients of results). What is sent to other stages is held until something comes back: that of f + 1
+micro-batches. What a stage in chunks keeps says `chunk_memory`.
 """
 
 from __future__ import annotations
@@ -224,10 +224,9 @@ def instants(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterat
 
 def at_ends(shard: HeldShard, sent: float) -> Iterator[Instant]:
     """Yield (2), (6) and (7), before micro-batches and after them; `sent` is bytes per row of messages."""
-    copied = 0.0 if shard.unit else shard.copied
     travelling = min(shard.copied, BUCKETS_AT_ONCE * BUCKET_BYTES)
     synced = {"gradients": shard.left_gradients, "messages": shard.messages}
-    yield Instant("gather", shard, {"copies": copied, "messages": travelling})
+    yield Instant("gather", shard, {"messages": travelling})
     yield Instant("synchronisation", shard, synced, messages=sent)
     yield Instant("update", shard, {"gradients": shard.owned_gradients, "update": shard.update_bytes})
 

@@ -1,7 +1,8 @@
 """`hetu-fx launch`: starts processes, sees them fail, and keeps the rest.
 
 `launcher` runs a `job`: it starts its workers, hears them, and ends those that hang; `worker` is their side. Of several
-machines `membership` says which are in the job; `rendezvous_handler` brings it to torchrun, `rounds` to the launcher.
+machines `membership` says which are in the job; `rendezvous_handler` brings it to torchrun, `launch_rounds` to the
+launcher.
 """
 
 from __future__ import annotations

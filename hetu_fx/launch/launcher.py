@@ -4,7 +4,7 @@ A worker's end is noticed at once; one that is stopped gives no sign of life, an
 whoever waits for a message gets an error; they leave their groups, are numbered anew, and run the script again in the
 same processes. What happens can be told to a file, as lines of JSON.
 
-Of several machines each has a launcher. They meet by `rounds`, and each tells its own workers what concerns them.
+Of several machines each has a launcher. They meet by `launch_rounds`, and each tells its workers what concerns them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from types import FrameType
 from typing import Any
 
 from hetu_fx.base.cgroups import MemoryKills
+from hetu_fx.checkpoint.snapshot_folders import JOB_VARIABLE
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch.emulate.processes import describe_exit
-from hetu_fx.launch.job import LaunchSpec, Message, MessageChannel, WorkerProcess, start_worker, verdicts
-from hetu_fx.launch.rounds import OUT_OF_REACH_STATUS, LocalRounds, NodeRounds, Round
+from hetu_fx.launch.job import NO_RUN_ID, LaunchSpec, Message, MessageChannel, WorkerProcess, start_worker, verdicts
+from hetu_fx.launch.launch_rounds import OUT_OF_REACH_STATUS, LaunchRound, LocalRounds, NodeRounds
 from hetu_fx.report.sinks import JsonLines
 
 GAVE_UP_STATUS = 70
@@ -281,7 +282,7 @@ class JobLauncher:
         if settled is not None:
             self._begin(idle[: self.spec.nproc], settled)
 
-    def _begin(self, members: Sequence[WorkerProcess], settled: Round) -> None:
+    def _begin(self, members: Sequence[WorkerProcess], settled: LaunchRound) -> None:
         self.failed_at, self.is_over, self.has_invited, self.is_asking, self.reason = None, False, False, False, ""
         self.nodes = settled.nodes
         if self.spec.nodes is not None:
@@ -297,6 +298,8 @@ class JobLauncher:
                 "MASTER_ADDR": settled.address, "MASTER_PORT": settled.port, "HETU_FX_START": self.start,
                 "TORCHELASTIC_USE_AGENT_STORE": True,  # torch's word for a store that no worker is to serve
             }  # fmt: skip
+            if self.spec.nodes is not None and self.spec.nodes.run_id != NO_RUN_ID:  # names what snapshots keep
+                environment[JOB_VARIABLE] = os.environ.get(JOB_VARIABLE, self.spec.nodes.run_id)
             worker.channel.send("start", environment={name: str(value) for name, value in environment.items()})
         self._say("start", number=self.start, workers=[worker.process for worker in members])
         self.start += 1

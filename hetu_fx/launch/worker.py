@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hetu_fx.checkpoint import joining
-from hetu_fx.checkpoint.snapshot_folders import JOB_VARIABLE
 from hetu_fx.comm_ops.wire.common_path import end_communication, leave_paths
 from hetu_fx.comm_ops.wire.shutdown import leave_world, sever
 from hetu_fx.comm_ops.wire.standings import oldest_wait
 from hetu_fx.errors import CommError
-from hetu_fx.launch.job import NO_RUN_ID, LaunchSpec, Message, MessageChannel
+from hetu_fx.launch.job import LaunchSpec, Message, MessageChannel
 from hetu_fx.launch.launcher import JobLauncher
 
 LOST_STATUS = 75  # EX_TEMPFAIL: the launcher is gone
@@ -137,8 +136,6 @@ def _clean_up(why: str) -> None:
 def run(spec: LaunchSpec) -> int:
     """Run a job to its end; return its exit status."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if spec.nodes is not None and spec.nodes.run_id != NO_RUN_ID:
-        os.environ.setdefault(JOB_VARIABLE, spec.nodes.run_id)  # names what snapshots keep
     import hetu_fx.api as _warm  # noqa: F401  (what workers would each import)
 
     gc.collect()

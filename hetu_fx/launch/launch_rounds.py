@@ -34,7 +34,7 @@ Descriptors = Callable[[], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class LaunchRound:
     """A start of the script, as one machine sees it.
 
     Attributes:
@@ -65,11 +65,11 @@ class LocalRounds:
         """Return that of the store's process."""
         return [] if self.store is None else [self.store.channel.fileno()]
 
-    def ask(self, workers: int, reason: str) -> Round | None:
+    def ask(self, workers: int, reason: str) -> LaunchRound | None:
         """Return the next start; its store is a new one, as that of the start before is full of its addresses."""
         self.end()
         self.store = StoreProcess(self._descriptors())
-        return Round(0, workers, LOOPBACK, self.store.port, 0, ("this machine",))
+        return LaunchRound(0, workers, LOOPBACK, self.store.port, 0, ("this machine",))
 
     def finish(self) -> bool:
         """Return True."""
@@ -93,7 +93,7 @@ class NodeRounds:
         self.store: StoreProcess | None = None
         self._address = ""
         self._asked = 0
-        self._settled: Round | None = None
+        self._settled: LaunchRound | None = None
         self.process, end = fork_child(partial(_go_to_rendezvous, spec), ())
         end.setblocking(False)
         self.channel = MessageChannel(end)
@@ -110,9 +110,9 @@ class NodeRounds:
                 self._address = address
             case {"kind": "round", "own_port": port} if self.store is not None and port == self.store.port:
                 fields = {name: value for name, value in message.items() if name not in ("kind", "own_port")}
-                self._settled = Round(**{**fields, "nodes": tuple(message["nodes"])})
+                self._settled = LaunchRound(**{**fields, "nodes": tuple(message["nodes"])})
 
-    def ask(self, workers: int, reason: str) -> Round | None:
+    def ask(self, workers: int, reason: str) -> LaunchRound | None:
         """Want to be in the next start, and return it once it is settled; until then `workers` may change.
 
         Each time a store is served: the round says at once where its workers meet, whoever turns out to be the first.

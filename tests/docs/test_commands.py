@@ -60,6 +60,8 @@ HELD = {
     "python -m benchmarks.scale --part tree": BENCHMARK,
     "python -m benchmarks.scale --part processes": BENCHMARK,
     "python -m benchmarks.large --part unequal": BENCHMARK,
+    "python -m benchmarks.memory_model": BENCHMARK,
+    'python -m benchmarks.memory_model --models "llama, several buckets"': BENCHMARK,
     "make package": CI,
     "make smoke TORCH='torch==2.11.*'": CI,
     "make test-all TORCH=torch==2.14.1 VENV=build/venv-2.14.1": Held(

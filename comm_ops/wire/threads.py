@@ -32,7 +32,7 @@ from torch import Tensor
 from hetu_fx.base.per_rank import Belongings, as_rank, no_threads_are_ranks
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, activate
-from hetu_fx.comm_ops.wire.serial_threads import Threads, threads
+from hetu_fx.comm_ops.wire.serial_threads import Threads
 from hetu_fx.comm_ops.wire.transport import WorldMessage
 from hetu_fx.errors import CommError, DivergedError
 
@@ -493,7 +493,7 @@ def run_in_threads(size: int, work: Callable[[GroupTable], T], seconds: float | 
 def _as_rank(office: InProcessTransport, rank: int, size: int, work: Callable[[GroupTable], T]) -> T:
     table = GroupTable.over(ThreadTransport(office, rank), office.world, rank, size)
     belongings: Belongings = {}
-    belongings[threads] = _Aside(office, rank, belongings)
+    belongings[Threads] = _Aside(office, rank, belongings)
     with as_rank(belongings):
         activate(table)
         return work(table)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Belongings = dict[Any, Any]
+Belongings = dict[Callable[[], Any], Any]
 """What a rank has of everything that ranks have one of, by its class."""
 
 _KEY = "hetu_fx belongings"

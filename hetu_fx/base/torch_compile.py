@@ -4,8 +4,6 @@ Dynamo finds out what a Python function does; of our graphs that is known. Witho
 is ready in hundredths of a second (what was made is found by content, in inductor's own cache), and nothing is asked at
 each call but what we ask. Built on private parts of torch: `hetu_fx.base.torch_private` says how these are held.
 
-All C++ kernels of several graphs go in one library: what inductor compiles them one by one for is mostly headers.
-
 All C++ kernels of several graphs in one library: what inductor compiles them one by one for is mostly headers. Of a
 kernel's 0.6 s (1.9 s without a precompiled header, which takes 4 s itself) its own lines take 0.05 s. Here kernels wait
 until all graphs that are compiled together have been written, and one call of the compiler makes them all. Kept by
@@ -321,10 +319,10 @@ def by_inductor(module: fx.GraphModule, inputs: Sequence[Any], tag: str = "") ->
     """Compile a graph, which is taken over, and its backward, at once: kept apart from those of other tags."""
     from torch._inductor.compile_fx import compile_fx  # seconds, where nothing is compiled
 
-    config: Any = torch.compiler.config
-    key = f"{config.cache_key_tag} {tag}".strip()
+    compiler: Any = torch.compiler.config
+    key = f"{compiler.cache_key_tag} {tag}".strip()
     at_once: Any = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
-    with at_once, config.patch(cache_key_tag=key):
+    with at_once, compiler.patch(cache_key_tag=key):
         return cast(Compiled, compile_fx(module, list(inputs)))
 
 

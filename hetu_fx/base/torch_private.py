@@ -1,9 +1,9 @@
 """All that we use of torch without its promise to keep it: a new version of torch is this one file's work.
 
-What there is for its compilers is in `torch_compile`. Here stand the names of modules, functions and
-attributes that begin with an underscore, each with what it is for. Below torch.ops these are names of ops, and count as
-public. `tests/base/test_torch_private.py` says which names an installed torch lacks, and that nothing else in the
-product uses any.
+What there is for its compilers is in `torch_compile`. Here stand the names of modules, functions and attributes that
+begin with an underscore, each with what it is for. Below torch.ops these are names of ops, and count as public.
+`tests/base/test_torch_private.py` says which names an installed torch lacks, and that nothing else in the product uses
+any.
 """
 
 from __future__ import annotations

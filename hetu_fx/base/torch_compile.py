@@ -2,7 +2,7 @@
 
 Dynamo finds out what a Python function does; of our graphs that is known. Without it, a graph that was compiled before
 is ready in hundredths of a second (what was made is found by content, in inductor's own cache), and nothing is asked at
-each call but what we ask. Built on private parts of torch: `hetu_fx.base.torch_private` says how these are held.
+each call but what we ask.
 
 All C++ kernels of several graphs in one library: what inductor compiles them one by one for is mostly headers. Of a
 kernel's 0.6 s (1.9 s without a precompiled header, which takes 4 s itself) its own lines take 0.05 s. Here kernels wait

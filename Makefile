@@ -29,7 +29,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 # Tests start hundreds of processes, which take half a second longer where compiled files may not be kept.
 SETTINGS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(if $(CAPTURES),HETU_FX_TESTS_CAPTURES=$(CAPTURES))
 # Of so many shares of the long files, and of the benchmarks, one is run.
-SHARES ?= 5
+SHARES ?= 6
 BENCHMARK_SHARES ?= 8
 PYTEST = $(SETTINGS) $(BIN)/python -m pytest -q
 LINKED := comm_ops transforms switching integrations

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
-from benchmarks.kit.contest import Step, barrier, loss_of, run_rounds, train_step
+from benchmarks.kit.contest import Step, adamw, barrier, loss_of, run_rounds, train_step
 from benchmarks.kit.fleet import in_fleet, rank_here, run_in_forks, say, worker_parser, world_here, write_result
 from benchmarks.kit.models import Size, batch, llama
 from benchmarks.kit.report import Bar, Part, Row, finish
@@ -243,7 +243,7 @@ def replicated(size: Size) -> Made:
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """Make the optimizer that all contestants use: lists of parameters would take a copy of what each rank owns."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    return adamw(model, foreach=False)
 
 
 def own_rows(size: Size) -> dict[str, Tensor]:

@@ -33,9 +33,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mappin
     return step
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model: nn.Module, *, foreach: bool = True) -> torch.optim.Optimizer:
     """Make the optimizer that all contestants use."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
 
 
 def run_rounds(steps: Mapping[str, Step], *, rounds: int, warm_up: int = 2) -> dict[str, list[float]]:

@@ -6,7 +6,7 @@ coincide the memory is shared and nothing moves.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,7 +38,8 @@ class Bridge:
 
     Made alike on all ranks of `table`; every call is collective over them. `lowering` chooses the form of its messages
     (None: the cheapest on the links of `table`). `is_outdated` is set where parameters have got other homes since.
-    `reduced_with` is how many reduce buckets have to be started for the gradients of each unit to be under way.
+    `reduced_with` is how many reduce buckets have to be started for the gradients of each unit to be under way,
+    `most_of_unit` the most that a unit has.
     `reduce_buckets` has the names of the parameters of each reduce bucket, in order, `reduce_bucket_of` the number of
     each parameter's, `early` those whose gradients may travel before the last one of this rank is there.
     """
@@ -54,6 +55,7 @@ class Bridge:
         self.is_outdated = False
         units = {entry.unit for entry in self.plan.entries}
         self.reduced_with = {unit: sum(bucket.unit >= unit for bucket in self.plan.reduces) for unit in units}
+        self.most_of_unit = max(Counter(bucket.unit for bucket in self.plan.reduces).values(), default=1)
         self.reduce_buckets = tuple(bucket.names for bucket in self.plan.reduces)
         self.reduce_bucket_of = {name: number for number, names in enumerate(self.reduce_buckets) for name in names}
         self.early = frozenset(name for names in self.reduce_buckets[:-1] for name in names)

@@ -86,15 +86,17 @@ class GoingGradients:
         arriving: the bytes that arrive from others for each byte that is sent.
         bucket: bytes of a bucket.
         largest: bytes of the largest one.
+        at_once: the most that are under way: those of a unit, or as many as zero 2 allows.
     """
 
     kept: float
     arriving: float
     bucket: float
     largest: float
+    at_once: int
 
     def _under_way(self, made: float) -> float:
-        return min(made, self.largest + (BUCKETS_AT_ONCE - 1) * self.bucket)
+        return min(made, self.largest + (self.at_once - 1) * self.bucket)
 
     def messages(self, made: float) -> float:
         """Return what gradients of so many bytes hold beside what stays at home, while the last buckets arrive."""
@@ -177,7 +179,8 @@ class HeldShard:
         most, largest = self.unit or self.gradients, self.state.gradient_share * self.footprint.largest
         bucket = min(most, BUCKET_BYTES)
         kept = self.owned / self.parameters if self.parameters else 0.0
-        return GoingGradients(kept, self._arriving, bucket, min(most, max(bucket, largest)))
+        at_once = math.ceil(self.unit / BUCKET_BYTES) if self.unit else BUCKETS_AT_ONCE
+        return GoingGradients(kept, self._arriving, bucket, min(most, max(bucket, largest)), at_once)
 
     @property
     def update_bytes(self) -> float:

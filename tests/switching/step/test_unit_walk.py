@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -199,6 +201,29 @@ def test_at_most_two_units_are_gathered_at_once_and_none_after_a_step(table: Gro
     loss_of(runtime).backward()
     assert buffers_of(runtime) is buffers
     assert (buffers.num_bytes, buffers.num_gathers) == (before, 4 * 5)
+
+
+@as_two_ranks
+def test_the_gradients_of_one_unit_have_arrived_before_those_of_the_next_are_packed(table: GroupTable) -> None:
+    runtime = started(table, words())
+    loss = loss_of(runtime)
+    buffers, under_way = buffers_of(runtime), list[int]()
+    start, open_ = buffers.bridge.reduce_start, set[int]()
+
+    def noted(number: int, grads: Mapping[str, Tensor | None]) -> Any:
+        under_way.append(len(open_))
+        open_.add(number)
+        handle = start(number, grads)
+
+        def wait() -> dict[str, Tensor]:
+            open_.remove(number)
+            return handle.wait()
+
+        return SimpleNamespace(wait=wait)
+
+    with patch.object(buffers.bridge, "reduce_start", noted):
+        loss.backward()
+    assert (under_way, open_) == ([0] * len(buffers.plan.units), set())
 
 
 @as_two_ranks

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hetu_fx.batches.sampler import TokenBudgetSampler as TokenBudgetSampler
     from hetu_fx.batches.sampler import nested_batch as nested_batch
     from hetu_fx.checkpoint.staging import PartsStager as PartsStager
+    from hetu_fx.checkpoint.tensor_files import save_file as save_file
     from hetu_fx.cluster.cluster import Cluster as Cluster
     from hetu_fx.comm_ops.wire.objects.messages import broadcast_object as broadcast_object
     from hetu_fx.deduction.rules.registry import register_rule as register_rule
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from hetu_fx.plans.plan import Plan as Plan
     from hetu_fx.plans.plan import Stage as Stage
     from hetu_fx.program.loss_type import LossType as LossType
+    from hetu_fx.switching.home.memory import named_storages as named_storages
     from hetu_fx.switching.home.ops import full_tensor as full_tensor
     from hetu_fx.switching.sequences.reader import SequenceOptions as SequenceOptions
     from hetu_fx.switching.settings import Options as Options
@@ -83,11 +85,13 @@ _HOMES = {
     "is_parallel": "hetu_fx.api",
     "leaf": "hetu_fx.graph.leaves.mark",
     "measure": "hetu_fx.planner.api",
+    "named_storages": "hetu_fx.switching.home.memory",
     "nested_batch": "hetu_fx.batches.sampler",
     "plan": "hetu_fx.planner.api",
     "profile": "hetu_fx.planner.api",
     "register_framework": "hetu_fx.base.frameworks",
     "register_rule": "hetu_fx.deduction.rules.registry",
+    "save_file": "hetu_fx.checkpoint.tensor_files",
     "simulate": "hetu_fx.planner.api",
 }
 

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hetu_fx.base.progress import telling
 from hetu_fx.base.words import seconds_text
 from hetu_fx.checkpoint.checkpoint import load_model, save_model
 from hetu_fx.checkpoint.job_ends import SaveOnSignal
 from hetu_fx.checkpoint.snapshots import STOPPED_SECONDS, Snapshots
-from hetu_fx.checkpoint.tensor_files import write_wholes
 from hetu_fx.errors import StateError
 from hetu_fx.export.write import export_runtime
 from hetu_fx.graph.bind import Batch, as_call
@@ -453,21 +452,6 @@ class Handle:
             CheckpointError: on every process, if it cannot be written.
         """
         save_model(self._runtime, Path(folder), **options)
-
-    def write_tensors(
-        self, path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-    ) -> None:
-        """Write whole tensors of this model to one safetensors file, one at a time; by all ranks, or by one alone.
-
-        Args:
-            path: of the file, which is replaced.
-            tensors: parameters, what a state dict has of them, and plain tensors, by name.
-            metadata: what the file's header says.
-
-        Raises:
-            CheckpointError: a tensor cannot be in such a file.
-        """
-        write_wholes(Path(path), tensors, metadata or {})
 
     def load(self, folder: str | Path, **options: Any) -> dict[str, Any]:
         """Load a checkpoint under any plan and number of processes; collective.

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from hetu_fx import Framework, Launcher, is_parallel, register_framework
+from hetu_fx import Framework, Launcher, is_parallel, named_storages, register_framework, save_file
 from hetu_fx.base.patches import PLAN_VARIABLE, Patch, install_patches, register_patch
 from hetu_fx.errors import EnvironmentProblem, StateError
 from hetu_fx.integrations.patching import patch_what_is_loaded
@@ -192,6 +192,17 @@ def _refusing_parallel_models(enter: Callable[..., Any]) -> Callable[..., Any]:
     return refusing_parallel_models
 
 
+def _naming_storages(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Make what saves models ask for the tensors of parallel ones when it writes them, and not before."""
+
+    @functools.wraps(save)
+    def naming_storages(*args: Any, **kwargs: Any) -> Any:
+        with named_storages():
+            return save(*args, **kwargs)
+
+    return naming_storages
+
+
 def torch_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return what accelerate has wrapped, as its wrapper has no hooks of its own."""
     wrapped: Optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -225,6 +236,12 @@ register_patch(
         wrap=_without_plugins,
     )
 )  # fmt: skip
+_WHOLE = "a parallel model would be held as a whole by the rank that saves it"
+for _name in ("save_model", "save_state"):
+    register_patch(
+        Patch("accelerate", "accelerate.accelerator", "Accelerator", _name, _WHOLE, "1.15", _naming_storages)
+    )
+register_patch(Patch("accelerate", "accelerate.utils.other", "", "safe_save_file", _WHOLE, "1.15", lambda _: save_file))
 register_patch(
     Patch(
         "accelerate", "accelerate.local_sgd", "LocalSGD", "__enter__",

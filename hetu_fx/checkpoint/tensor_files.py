@@ -15,6 +15,7 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -298,12 +299,26 @@ def _form(tensor: Tensor) -> TensorForm:
     return tensor.dtype, tuple(tensor.shape)
 
 
-def write_wholes(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write whole tensors to a file of this rank, of which one at a time is here: the others send their parts.
+def save_file(tensors: Mapping[str, Tensor], filename: str | Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write whole tensors to a safetensors file, as `safetensors.torch.save_file`: by all ranks, or by one alone.
 
-    Raises OSError, CheckpointError.
+    Of tensors of parallel models it holds one whole at a time; the other ranks send their shards. Such a file has the
+    sums of its blocks in its metadata.
+
+    Args:
+        tensors: plain ones, and those of parallel models and their state dicts, by name.
+        filename: of the file, which is replaced.
+        metadata: what its header says.
+
+    Raises:
+        OSError: it cannot be written.
+        CheckpointError: a tensor cannot be in such a file.
     """
-    with SummedWriter(path, {name: _form(tensor) for name, tensor in tensors.items()}, metadata) as writer:
+    if not any(isinstance(tensor, HomeTensor) for tensor in tensors.values()):
+        safetensors.torch.save_file(dict(tensors), filename, None if metadata is None else dict(metadata))
+        return
+    forms = {name: _form(tensor) for name, tensor in tensors.items()}
+    with SummedWriter(Path(filename), forms, metadata or {}) as writer:
         for name in writer.order:
             writer.write(_whole(tensors[name]))
 

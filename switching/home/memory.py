@@ -7,17 +7,58 @@ asked, or until that is written; tensors that share a piece (the names of tied p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Self
 from weakref import ref
 
 import torch
 
+from hetu_fx.base.per_rank import own
 from hetu_fx.base.torch_private import is_parameter, version
 from hetu_fx.errors import StateError
 
 _WHOLE = "whole"
 """At a piece: the version that a whole was gathered of, and a reference to that."""
+
+
+@dataclass
+class _Naming:
+    """How many of a rank's blocks of `named_storages` it is in."""
+
+    depth: int = 0
+
+
+@contextmanager
+def named_storages() -> Iterator[None]:
+    """Within it, parallel models' tensors name their storages: nothing is gathered for whoever asks which are one.
+
+    Savers ask that of all tensors before they write the first. What `untyped_storage()` returns then has `data_ptr()`
+    and `nbytes()`, which tell storages apart, and no memory; the `data_ptr()` of a tensor is that of the whole as ever.
+    """
+    naming = own(_Naming)
+    naming.depth += 1
+    try:
+        yield
+    finally:
+        naming.depth -= 1
+
+
+@dataclass(frozen=True)
+class StorageName:
+    """Tells the storage that a whole tensor would have from others."""
+
+    number: int
+    num_bytes: int
+
+    def data_ptr(self) -> int:
+        """Return a number that no other storage has."""
+        return self.number
+
+    def nbytes(self) -> int:
+        """Return the size of the whole tensor."""
+        return self.num_bytes
 
 
 class LazyFullTensor(torch.Tensor):
@@ -58,8 +99,10 @@ class LazyFullTensor(torch.Tensor):
         """Return the address of the whole tensor, which stays while this tensor lives and is not written."""
         return self.whole(keep=True).data_ptr()
 
-    def untyped_storage(self) -> torch.UntypedStorage:
+    def untyped_storage(self) -> Any:
         """Return the memory of the whole tensor; writing to it is not writing to this one."""
+        if own(_Naming).depth and not self.shares_memory:
+            return StorageName(id(self.local), self.nbytes)
         return self.whole(keep=True).untyped_storage()
 
     def numpy(self, *, force: bool = False) -> Any:

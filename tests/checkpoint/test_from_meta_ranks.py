@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,6 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, load_checkpoint_in_model
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from torch import Tensor
 
 import hetu_fx
@@ -99,9 +105,9 @@ def check_an_initialisation_is_the_same_as_on_one_rank(rank: int, world: int, fo
     dist.barrier()
 
 
-def check_one_rank_alone_saves_a_tensor_at_a_time(rank: int, world: int, folder: Path) -> None:
-    place, model = shared_folder(rank, folder), empty_model()
-    hetu_fx.auto_parallelize(model, BATCH, plan=UNEVEN, data="global", weights=place)
+@contextmanager
+def one_whole_at_a_time() -> Iterator[None]:
+    """Fail where a large tensor is still there when the next one is written."""
     write, alive, wholes = SummedWriter.write, list[int](), list[weakref.ref[Tensor]]()
 
     def counted(writer: SummedWriter, tensor: Tensor) -> None:
@@ -110,17 +116,53 @@ def check_one_rank_alone_saves_a_tensor_at_a_time(rank: int, world: int, folder:
             wholes.append(weakref.ref(tensor))
         write(writer, tensor)
 
+    with mock.patch.object(SummedWriter, "write", counted):
+        yield
+    assert wholes
+    assert not any(alive)
+
+
+def check_one_rank_alone_saves_a_tensor_at_a_time(rank: int, world: int, folder: Path) -> None:
+    place, model = shared_folder(rank, folder), empty_model()
+    hetu_fx.auto_parallelize(model, BATCH, plan=UNEVEN, data="global", weights=place)
     if rank == 0:
-        with mock.patch.object(SummedWriter, "write", counted):
+        with one_whole_at_a_time():
             model.save_pretrained(folder / "alone")
         assert (folder / "alone" / "config.json").exists()
-        assert wholes
-        assert not any(alive)
         again = type(model).from_pretrained(folder / "alone")
         for name, own in whole_model().named_parameters():
             assert torch.equal(again.get_parameter(name), own), name
         assert again.lm_head.weight is again.model.embed_tokens.weight
     dist.barrier()
+
+
+@contextmanager
+def accelerator_of(rank: int, world: int) -> Iterator[Accelerator]:
+    """Give an accelerator as a launched process has it."""
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in launched.items()}):
+        try:
+            yield Accelerator(cpu=True)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def check_accelerate_saves_a_tensor_at_a_time(rank: int, world: int, folder: Path) -> None:
+    place, model = shared_folder(rank, folder), empty_model()
+    hetu_fx.auto_parallelize(model, BATCH, plan=UNEVEN, data="global", weights=place)
+    with accelerator_of(rank, world) as accelerator:
+        model = accelerator.prepare(model)
+        with one_whole_at_a_time() if rank == 0 else nullcontext():
+            accelerator.save_model(model, folder / "model", max_shard_size="40KB")
+            accelerator.save_state(str(folder / "state"))
+        accelerator.wait_for_everyone()
+        again = whole_model(seed=2)
+        load_checkpoint_in_model(again, folder / "model")
+        saved = load_file(folder / "state" / "model.safetensors")
+        for name, own in whole_model().named_parameters():
+            assert torch.equal(again.get_parameter(name), own), name
+            assert torch.equal(saved[name], own), name
+        assert len(list((folder / "model").glob("*.safetensors"))) > 1
 
 
 def check_what_is_wrong_on_one_rank_is_raised_on_both(rank: int, world: int, folder: Path) -> None:

@@ -50,7 +50,7 @@ def test_every_patch_is_listed_with_its_reason_and_a_version_not_after_what_is_i
     assert {f"{patch.owner}.{patch.name}" for patch in listed()} == {
         "Accelerator.prepare_model", "Accelerator.prepare", "Trainer.prediction_step", "Seq2SeqTrainer.prediction_step",
         "Trainer._get_num_items_in_batch", "Trainer.compute_loss", "LocalSGD.__enter__", ".safe_save_file",
-        "SFTTrainer.compute_loss", "SFTTrainer.prediction_step",
+        "SFTTrainer.compute_loss", "SFTTrainer.prediction_step", "Accelerator.save_model", "Accelerator.save_state",
     }  # fmt: skip
     for patch in patches():
         tested, installed = numbers(patch.tested), numbers(version(patch.library))

@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 
 import hetu_fx
 from hetu_fx.errors import BatchError, EnvironmentProblem, StateError
+from hetu_fx.integrations.lightning.checkpoints import FolderCheckpoints
 
 Make = Callable[[nn.Module, Mapping[str, Any] | tuple[Any, ...]], None]
 
@@ -408,8 +409,10 @@ class HetuStrategy(Processes):
     # Files
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write plain, whole tensors, by process 0; collective."""
-        super().save_checkpoint(_whole_tensors(checkpoint, keep=self.is_global_zero), filepath, storage_options)
+        """Write plain, whole tensors, by process 0: all at once in a file, or one after another in a folder."""
+        if not isinstance(self.checkpoint_io, FolderCheckpoints):
+            checkpoint = _whole_tensors(checkpoint, keep=self.is_global_zero)
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # of a folder the others send what is asked for
 
     def teardown(self) -> None:
         """Leave the parallel modules where they are; a model without any goes back to the CPU."""

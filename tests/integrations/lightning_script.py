@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import hetu_fx
-from hetu_fx.integrations.lightning import HetuStrategy
+from hetu_fx.integrations.lightning import FolderCheckpoints, HetuStrategy
 
 ROWS, BATCH = 48, 8
 PLANS = {
@@ -109,6 +109,15 @@ class Scaled(Outer):
         return cross_entropy(self.model(batch[0]) * self.scale, batch[1])
 
 
+class Tied(Inner):
+    """Has one matrix under two names, and a buffer that is a view of a larger one."""
+
+    def __init__(self, rate: float = 1e-2) -> None:
+        super().__init__(rate)
+        self.model.same = self.model.up
+        self.register_buffer("view", torch.arange(12.0).reshape(3, 4)[:, 1:2])
+
+
 class Manual(Outer):
     """Steps by itself, with two optimizers."""
 
@@ -154,13 +163,15 @@ class Runs:
     """
 
     def __init__(self, folder: Path, plan: str = "") -> None:
-        self.folder, self.plan = folder, plan
+        self.folder, self.plan, self.in_folders = folder, plan, False
         self.world = int(os.environ.get("WORLD_SIZE", os.environ.get("DEVICES", "1"))) if plan else 1
 
     def trainer(self, epochs: int = 2, **options: Any) -> Trainer:
         """Make a Trainer."""
+        saves = FolderCheckpoints() if self.in_folders else None
         return Trainer(
-            strategy=HetuStrategy(PLANS[self.plan]) if self.plan else "auto",
+            strategy=HetuStrategy(PLANS[self.plan], checkpoint_io=saves) if self.plan else "auto",
+            plugins=[saves] if saves and not self.plan else None,
             devices=self.world,
             accelerator="cpu",
             max_epochs=epochs,
@@ -207,10 +218,23 @@ class Runs:
         self.fit_memory(Inner().double(), self.trainer(1, enable_checkpointing=True, callbacks=[saving]))
         return {source: self.gone_on(self.folder / f"{name}.ckpt") for source, name in (("own", own), ("one", "one"))}
 
-    def gone_on(self, path: Path) -> dict[str, Any]:
-        """Go on from a file, with parameters that are other ones before."""
+    def foldered(self) -> dict[str, Any]:
+        """Save to folders where a strategy of ours trains; go on from the last of them, and from a file."""
+        self.in_folders = bool(self.plan)
+        torch.manual_seed(3)
+        own = f"{self.plan or 'one'}_in_folder"
+        saving = ModelCheckpoint(self.folder, filename=own, every_n_train_steps=4, enable_version_counter=False)
+        self.fit_memory(Tied().double(), self.trainer(1, enable_checkpointing=True, callbacks=[saving]))
+        assert (self.folder / f"{own}.ckpt").is_dir() == self.in_folders
+        return {
+            source: self.gone_on(self.folder / f"{name}.ckpt", Tied)
+            for source, name in (("own", own), ("one", "one_in_folder"))
+        }
+
+    def gone_on(self, path: Path, kind: type[Inner] = Inner) -> dict[str, Any]:
+        """Go on from a checkpoint, with parameters that are other ones before."""
         torch.manual_seed(7)
-        return self.fit_memory(Inner().double(), self.trainer(3), path)
+        return self.fit_memory(kind().double(), self.trainer(3), path)
 
     def stopped(self) -> dict[str, Any]:
         """Stop early, as the metric is to rise; clip by value; one parameter is of no parallel module."""
@@ -236,7 +260,7 @@ class Runs:
         return self.fit_memory(model, self.trainer(precision="bf16-mixed"))
 
 
-SETTINGS = ("plain", "accumulated", "resumed", "stopped", "scaled", "manual", "low")
+SETTINGS = ("plain", "accumulated", "resumed", "foldered", "stopped", "scaled", "manual", "low")
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import hetu_fx
 from hetu_fx.errors import BatchError, EnvironmentProblem, StateError
-from hetu_fx.integrations.lightning import HetuStrategy
+from hetu_fx.integrations.lightning import FolderCheckpoints, HetuStrategy
 from hetu_fx.integrations.lightning.strategy import Parts, check_launch, check_precision
-from tests.integrations.lightning_script import SETTINGS, Inner, Outer, Runs, Scaled, rows
+from tests.integrations.lightning_script import SETTINGS, Inner, Outer, Runs, Scaled, Tied, rows
 from tests.spawned import free_port, run
 
 SCRIPT = str(Path(__file__).with_name("lightning_script.py"))
@@ -254,6 +254,26 @@ def test_one_device_goes_on_from_the_file_of_two_processes(
     plan: str, one: tuple[Path, dict[str, Any]], two: Path
 ) -> None:
     assert_same("resumed", Runs(two).gone_on(two / f"{plan}.ckpt"), one[1]["resumed"]["own"])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("plan", ["data", "tensor"])
+def test_lightning_alone_goes_on_from_the_folder_of_two_processes(
+    plan: str, one: tuple[Path, dict[str, Any]], two: Path
+) -> None:
+    runs = Runs(two)
+    runs.in_folders = True
+    assert_same("foldered", runs.gone_on(two / f"{plan}_in_folder.ckpt", Tied), one[1]["foldered"]["own"])
+
+
+def test_a_folder_takes_the_place_of_the_one_before_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    saves, state = FolderCheckpoints(), {"a": torch.arange(6.0).reshape(2, 3).t(), "more": [{"b": torch.tensor(2)}, 5]}
+    for number in range(2):
+        saves.save_checkpoint({**state, "number": number}, tmp_path / "made.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["made.ckpt"]
+    found = saves.load_checkpoint(tmp_path / "made.ckpt", weights_only=True)
+    assert (found["number"], found["more"][0]["b"].item(), found["more"][1]) == (1, 2, 5)
+    assert torch.equal(found["a"], state["a"])
 
 
 @pytest.mark.distributed

@@ -278,6 +278,7 @@ class Beats:
     """
 
     silent_seconds: float
+    suspected_seconds: float
     _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
     _heard: float | None = None
 
@@ -291,6 +292,7 @@ class Beats:
         last = self._seen.get(node)
         return last if last is not None and last[0] == count and not was_stopped else (count, now)
 
-    def silent(self, now: float) -> Iterator[str]:
-        """Yield the nodes whose counts have not moved for too long."""
-        return (node for node, (_, moved) in self._seen.items() if now - moved > self.silent_seconds)
+    def silent(self, now: float, suspected: Collection[str] = ()) -> Iterator[str]:
+        """Yield the nodes whose counts have not moved for too long, which is less for those that are suspected."""
+        bounds = dict.fromkeys(suspected, self.suspected_seconds)
+        return (node for node, (_, at) in self._seen.items() if now - at > bounds.get(node, self.silent_seconds))

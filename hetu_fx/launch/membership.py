@@ -111,9 +111,10 @@ class Membership:
     def evicted(self) -> frozenset[str]:
         """Return the nodes that are put out: silent for more than half of those with a say, or half with the host."""
         accusers = {node: {by for by, silent in self.silent.items() if node in silent} for node in self.watched}
-        return frozenset(node for node, found in accusers.items() if self._decide(found - {node}))
+        return frozenset(node for node, found in accusers.items() if self.can_put_out(found - {node}))
 
-    def _decide(self, accusers: Collection[str]) -> bool:
+    def can_put_out(self, accusers: Collection[str]) -> bool:
+        """Tell whether these are enough to go on without the others."""
         twice, all_of_them = 2 * len(accusers), len(self.electorate)
         return twice > all_of_them or (twice == all_of_them > 0 and self.host in accusers)
 

@@ -152,7 +152,7 @@ class MembershipStore:
         self._beat, self._silent, self._come = beat, silent, come
         self._root, self._beats = f"hetu_fx/{run_id}", Beats(silent, 2 * beat)
         self._connected = None if connected is None else {*connected}
-        self._suspected: list[str] = []
+        self._suspected, self._suspected_key = list[str](), f"{self._root}/suspected"
         self._missing_since: dict[str, float] = {}
         self._known: Membership | None = None
         self.silent: frozenset[str] = frozenset()
@@ -193,10 +193,6 @@ class MembershipStore:
     @property
     def _key(self) -> str:
         return f"{self._root}/membership"
-
-    @property
-    def _suspected_key(self) -> str:
-        return f"{self._root}/suspected"
 
     def _count_of(self, node: str) -> str:
         return f"{self._root}/beat/{node}"

@@ -572,13 +572,26 @@ def _given_plans(given: Plans, ranks: int, execution: Execution[Any]) -> Sequenc
                 f"Plan.write, or give a Plan or one of {words}"
             )
         case str() | Path() as path:
-            return (Plan.read(path),)
+            return (_read_for_all(Path(path), ranks),)
         case Plan() as plan:
             return (plan,)
         case plans:
             if not plans or not all(isinstance(plan, Plan) for plan in plans):
                 raise PlanError(f"plan is {plans!r}\nhint: give 'auto', a Plan, a list of Plans or a path")
             return tuple(plans)
+
+
+def _read_for_all(path: Path, ranks: int) -> Plan:
+    """Read a plan that was made with all ranks in mind; a plan that is no file may leave out whom it does not know."""
+    plan = Plan.read(path)
+    known = {*plan.devices, *(() if plan.predicted is None else plan.predicted.left_out)}
+    if unknown := sorted({*range(ranks)} - known):
+        raise PlanError(
+            f"plan file {path.name!r} is for {len(known)} devices, and there are {ranks}: it neither uses nor leaves "
+            f"out {unknown}\nhint: start fewer processes or machines, plan again for all, or give "
+            f"hetu_fx.Plan.read({path.name!r}) itself, under which these do nothing"
+        )
+    return plan
 
 
 def _checked(

@@ -5,6 +5,9 @@ stopped (also two at once, and with what they keep in memory), get no more memor
 no number; the disk or the shared memory is full, the network slow or cut for a while. It passes if the run never hangs,
 its parameters equal those of one process without faults, and no batch is lost or repeated. Prints a line for each
 fault, a table at the end (also where it fails or is interrupted), and as its last line one JSON object.
+
+`python -m tests.chaos --nodes 3 --faults 100 --seed 1` does so to machines, as root: in network namespaces they are
+killed, told to leave, cut off and slowed, and come back; processes of them are killed. No finished step may be lost.
 """
 
 from __future__ import annotations
@@ -30,8 +33,18 @@ import hetu_fx.api  # noqa: F401  (once, for all forks)
 from tests.chaos_faults import inflict_all
 from tests.chaos_job import SCRIPT, Bounds, Job, set_steps
 from tests.chaos_kinds import KINDS, Fault, left_out
+from tests.chaos_nodes import (
+    LEAST_NODES,
+    NODE_KINDS,
+    NodeFault,
+    NodesJob,
+    inflict_on_nodes,
+    node_summary,
+    print_node_table,
+)
 from tests.chaos_record import ChaosError, Lines
 from tests.chaos_report import check_joins, print_table, summary
+from tests.ranks.machines import machines, refusal
 
 TOLERANCE = 1e-10
 
@@ -118,6 +131,35 @@ def _run_with_faults(job: Job, options: argparse.Namespace, faults: list[Fault])
     return job.finish()
 
 
+def run_on_nodes(options: argparse.Namespace) -> dict[str, Any]:
+    """Do the same to machines."""
+    faults, begin = list[NodeFault](), time.monotonic()
+    told: dict[str, Any] = {"seed": options.seed, "failure": "", "worst_difference": None, "load": [os.getloadavg()[0]]}
+    with tempfile.TemporaryDirectory() if options.folder is None else nullcontext(options.folder) as folder:
+        Path(folder).mkdir(exist_ok=True)
+        names = [f"node{number}" for number in range(options.nodes)]
+        with machines(Path(folder), names) as found:
+            job = NodesJob(Path(folder) / "chaos", found, options.processes, options.hang_after)
+            try:
+                for fault in inflict_on_nodes(job, options.faults, options.kinds, random.Random(options.seed)):
+                    faults.append(fault)
+                    say(f"{len(faults):4}/{options.faults} {time.monotonic() - begin:6.0f} s  {fault.text}")
+                result = job.finish()
+                right = without_faults(Path(folder) / "right", result["steps"])
+                told["worst_difference"] = check(result, job.progress(), *right)
+            except ChaosError as error:
+                told["failure"] = f"seed {options.seed}: {error}"
+            except KeyboardInterrupt:
+                told["failure"] = "interrupted"
+            finally:
+                told["load"].append(os.getloadavg()[0])
+                job.end()
+            made = node_summary(faults, job)
+    if lost := sum(row["steps_lost"] for row in made["rows"]):
+        told["failure"] = told["failure"] or f"seed {options.seed}: {lost} finished steps were lost"
+    return {**told, "faults": len(faults), "steps": len(job.steps()), **made}
+
+
 def say(text: str) -> None:
     """Print it at once."""
     print(text, flush=True)
@@ -134,11 +176,14 @@ def without_faults(folder: Path, steps: int) -> tuple[dict[str, Any], list[dict[
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run it, and print what came out."""
-    parser = argparse.ArgumentParser("python -m tests.chaos", description=__doc__)
+    kinds, node_kinds = ", ".join(map(repr, KINDS)), ", ".join(map(repr, NODE_KINDS))
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m tests.chaos", description=__doc__, formatter_class=raw)
     parser.add_argument("--faults", type=int, default=20)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--nodes", type=int, default=0, metavar="N", help="machines, 3 or more (default: this one)")
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", help=f"{kinds}; with --nodes {node_kinds} (default: all)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=3, help="of a machine, at most (default: 3)")
     parser.add_argument("--zero", type=int, choices=range(4), default=1, help="of every other variant (default: 1)")
     parser.add_argument("--folder", type=Path, help="a new one, to keep what is written (default: nothing is kept)")
     for name, default, what in (
@@ -151,8 +196,14 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.add_argument(name, type=float, default=default, metavar="SECONDS", help=f"{what} (default: {default:g})")
     options = parser.parse_args(words)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit from outside
-    made = run(options)
-    print_table(made)
+    known = NODE_KINDS if options.nodes else KINDS
+    options.kinds = options.kinds or tuple(known)
+    if unknown := {*options.kinds} - {*known}:
+        parser.error(f"--kinds has {sorted(unknown)}; there are {', '.join(map(repr, known))}")
+    if options.nodes and (options.nodes < LEAST_NODES or refusal()):
+        parser.error(refusal() or f"--nodes {options.nodes}: of two machines the one that serves goes on alone")
+    made = run_on_nodes(options) if options.nodes else run(options)
+    (print_node_table if options.nodes else print_table)(made)
     say(json.dumps(made))
     return 1 if made["failure"] else 0
 

@@ -130,10 +130,10 @@ def summary(faults: Sequence[Fault], record: Record) -> dict[str, Any]:
             "phases": Counter(row.phase for row in chosen),
             "sources": Counter(row.source for row in chosen if row.source),
             "steps_lost": sum(row.steps_lost for row in chosen),
-            **{f"{name}_seconds": _spread([getattr(row, name) for row in chosen]) for name in _TIMES},
+            **{f"{name}_seconds": spread([getattr(row, name) for row in chosen]) for name in _TIMES},
         }
     joins = joins_of(record)
-    return {**made, "join_seconds": _spread(joins), **steps_of(faults, record), **useful(rows, joins, record)}
+    return {**made, "join_seconds": spread(joins), **steps_of(faults, record), **useful(rows, joins, record)}
 
 
 _TIMES = ("detect", "regroup", "resume", "pause")
@@ -151,7 +151,7 @@ def steps_of(faults: Sequence[Fault], record: Record) -> dict[str, Any]:
             bad.append(b - a)
         elif not any(time.meets(a, b) for time in times):
             calm.append(b - a)
-    return {"step_seconds": _spread(calm), "bad_network_step_seconds": _spread(bad)}
+    return {"step_seconds": spread(calm), "bad_network_step_seconds": spread(bad)}
 
 
 def useful(rows: Sequence[Recovery], joins: Sequence[float], record: Record) -> dict[str, Any]:
@@ -175,7 +175,8 @@ def useful(rows: Sequence[Recovery], joins: Sequence[float], record: Record) -> 
     return made
 
 
-def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
+def spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Return p50 and p95 of those that are known; None without any."""
     known = sorted(value for value in values if value is not None)
     return {f"p{p}": known[-(-len(known) * p // 100) - 1] for p in (50, 95)} if known else None
 
@@ -187,10 +188,10 @@ def print_table(made: dict[str, Any]) -> None:
     print(f"{made['faults']} faults in {made['steps']} steps")
     print(f"{'':20}{'faults':>7}" + "".join(f"{name:>14}" for name in _TIMES) + f"{'steps lost':>12}   (ms, p50 / p95)")
     for kind, row in made["kinds"].items():
-        texts = "".join(f"{_text(row[f'{name}_seconds']):>14}" for name in _TIMES)
+        texts = "".join(f"{spread_text(row[f'{name}_seconds']):>14}" for name in _TIMES)
         print(f"{kind:20}{row['faults']:>7}{texts}{row['steps_lost']:>12}")
     for name, text in (("join", "joins"), ("step", "steps"), ("bad_network_step", "steps, bad network")):
-        print(f"{text:20}{'':7}{'':42}{_text(made[f'{name}_seconds']):>14}")
+        print(f"{text:20}{'':7}{'':42}{spread_text(made[f'{name}_seconds']):>14}")
     phases = sum((row["phases"] for row in made["kinds"].values()), Counter[str]())
     print("faults at", ", ".join(f"{phase} {number}" for phase, number in phases.most_common()))
     sources = sum((row["sources"] for row in made["kinds"].values()), Counter[str]())
@@ -198,5 +199,6 @@ def print_table(made: dict[str, Any]) -> None:
     print(", ".join(f"{name} {value:.3f}" for name, value in made.items() if name.startswith("ettr")))
 
 
-def _text(cell: dict[str, float] | None) -> str:
+def spread_text(cell: dict[str, float] | None) -> str:
+    """Return them in milliseconds."""
     return "-" if cell is None else f"{1e3 * cell['p50']:.0f} / {1e3 * cell['p95']:.0f}"

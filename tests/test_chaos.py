@@ -17,6 +17,7 @@ from tests.chaos import check, check_steps, without_faults
 from tests.chaos_faults import Decks
 from tests.chaos_job import SCRIPT, set_steps
 from tests.chaos_kinds import EARLY, KINDS, LATER, Fault
+from tests.chaos_nodes import NodeFault, node_summary, print_node_table
 from tests.chaos_record import ChaosError, Lines, Record, Span
 from tests.chaos_report import print_table, summary
 
@@ -148,6 +149,24 @@ def test_a_report_of_a_run_without_a_step_has_no_useful_time(
     assert "ettr" not in made
     print_table({"failure": "interrupted", "worst_difference": None, "faults": 0, "steps": 0, **made})
     assert "0 faults in 0 steps" in capsys.readouterr().out
+
+
+def test_a_report_of_machines_tells_times_bars_and_finished_steps_that_are_done_again(
+    record: Record, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kill = NodeFault("kill", "one", 12.5, notice=0.7, resume=3.5, rejoin=1.0, world=2)
+    cut = NodeFault("cut", "two", 15.5, resume=1.5, speaks=2.0, world=2)
+    made = node_summary([kill, cut], record)
+    assert (made["kinds"]["kill"]["steps_lost"], made["kinds"]["cut"]["steps_lost"]) == (1, 0)
+    assert made["kinds"]["cut"]["sources"] == {"memory": 1}
+    assert made["bars"]["kill, resume"] == {"bar": 3.0, "p95": 3.5, "holds": False}
+    assert made["bars"]["cut, speaks"]["holds"]
+    about = {"failure": "1 finished steps were lost", "worst_difference": 0.0, "load": [0.5, 1.0]}
+    print_node_table({**about, "faults": 2, "steps": 9, **made})
+    printed = capsys.readouterr().out
+    assert "FAILED: 1 finished steps were lost" in printed
+    assert "kill, resume: p95 3.50 s, bar 3 s: missed" in printed
+    assert "load average 0.5 to 1.0" in printed
 
 
 def lose_one_after(

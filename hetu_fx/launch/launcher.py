@@ -173,18 +173,22 @@ class JobLauncher:
     def _ended(self, worker: WorkerProcess, seen: float) -> None:
         """Judge why a process has ended: by its own error, or lost."""
         code = os.waitstatus_to_exitcode(os.waitpid(worker.process, 0)[1])
-        seen = worker.gone_at or seen
         if code > 0 and not worker.verdict:
             self._end_with(code, f"{worker.name} {describe_exit(code)}")
             return
+        reason = self._tell_lost(worker, code, worker.gone_at or seen)
+        self._count_loss(reason)
+        if self.status is None and worker.state in ("running", "done"):
+            self._fail(reason)
+
+    def _tell_lost(self, worker: WorkerProcess, code: int, seen: float) -> str:
+        """Tell of a process that is lost since then; return why."""
         reason = self._reason(worker, code)
         if worker.gone_at is not None:  # it has been said that it is gone, and not yet why
             print(f"hetu-fx launch: {reason}", file=sys.stderr)
         self.lost_at = seen
         self._say("lost", worker=worker.process, rank=worker.rank, reason=reason, at=seen)
-        self._count_loss(reason)
-        if self.status is None and worker.state in ("running", "done"):
-            self._fail(reason)
+        return reason
 
     def _reason(self, worker: WorkerProcess, code: int) -> str:
         """Say why a process is lost that has ended with an exit code, -n for signal n."""
@@ -341,7 +345,10 @@ class JobLauncher:
     def _forget_ended(self) -> None:
         for worker in list(self.workers):
             worker.channel.receive()
-            if os.waitpid(worker.process, os.WNOHANG)[0]:
+            ended, status = os.waitpid(worker.process, os.WNOHANG)
+            if ended and worker.gone_at is not None:  # the job was done before the kernel had taken it apart
+                self._tell_lost(worker, os.waitstatus_to_exitcode(status), worker.gone_at)
+            if ended:
                 self._forget(worker)
 
     def _say(self, event: str, at: float | None = None, **what: Any) -> None:

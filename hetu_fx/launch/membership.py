@@ -111,9 +111,10 @@ class Membership:
     def evicted(self) -> frozenset[str]:
         """Return the nodes that are put out: silent for more than half of those with a say, or half with the host."""
         accusers = {node: {by for by, silent in self.silent.items() if node in silent} for node in self.watched}
-        return frozenset(node for node, found in accusers.items() if self._decide(found - {node}))
+        return frozenset(node for node, found in accusers.items() if self.can_put_out(found - {node}))
 
-    def _decide(self, accusers: Collection[str]) -> bool:
+    def can_put_out(self, accusers: Collection[str]) -> bool:
+        """Tell whether these are enough to go on without the others."""
         twice, all_of_them = 2 * len(accusers), len(self.electorate)
         return twice > all_of_them or (twice == all_of_them > 0 and self.host in accusers)
 
@@ -278,6 +279,7 @@ class Beats:
     """
 
     silent_seconds: float
+    suspected_seconds: float
     _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
     _heard: float | None = None
 
@@ -291,6 +293,7 @@ class Beats:
         last = self._seen.get(node)
         return last if last is not None and last[0] == count and not was_stopped else (count, now)
 
-    def silent(self, now: float) -> Iterator[str]:
-        """Yield the nodes whose counts have not moved for too long."""
-        return (node for node, (_, moved) in self._seen.items() if now - moved > self.silent_seconds)
+    def silent(self, now: float, suspected: Collection[str] = ()) -> Iterator[str]:
+        """Yield the nodes whose counts have not moved for too long, which is less for those that are suspected."""
+        bounds = dict.fromkeys(suspected, self.suspected_seconds)
+        return (node for node, (_, at) in self._seen.items() if now - at > bounds.get(node, self.silent_seconds))

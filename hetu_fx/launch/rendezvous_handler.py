@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -103,17 +103,19 @@ class HetuRendezvous(RendezvousHandler):
     def _open(self, where: Endpoint, served: TCPStore) -> MembershipStore:
         """Serve a store with the last round that this node knows."""
         self._served[where] = served
-        store = self._connected(served, where)
+        last = self._settled  # before the first round nobody is known
+        ended = {one.address for one in last.members if one.node == last.host and self._at.has_ended}
+        store = self._connected(served, where, ended)
         store.open(self._settled.moved(self._me.node))
         return store
 
-    def _connected(self, store: TCPStore, where: Endpoint) -> MembershipStore:
-        times = self._times
+    def _connected(self, store: TCPStore, where: Endpoint, ended: Collection[str] = ()) -> MembershipStore:
+        times, connected = self._times, ended if where in self._served else None
         bounds = {"beat": times.beat, "silent": times.silent, "come": times.come}
-        return MembershipStore(store, self._run_id, self._me.node, where, **bounds)
+        return MembershipStore(store, self._run_id, self._me.node, where, connected, **bounds)
 
     def _latest(self, used: MembershipStore | None = None) -> MembershipStore | None:
-        """Return the first of the stores whose last round is the latest, of those that are served and have one."""
+        """Return the first of the stores whose last round is the latest; None where none has this node's own."""
         found = list(self._numbered(used))
         best = max(found, key=lambda one: one[0], default=(0, None))[1]
         for _, store in found:
@@ -127,22 +129,24 @@ class HetuRendezvous(RendezvousHandler):
             with suppress(RendezvousConnectionError):
                 is_used = used is not None and used.where == where and not used.lost
                 store = used if used and is_used else self._connected(where.dial(_DIAL_SECONDS), where)
-                if store.has_value():
-                    yield store.read().number, store
+                number = store.read().number if store.has_value() else -1
+                if number >= self._settled.number:
+                    yield number, store
                 elif store is not used:
                     store.end()
 
-    def _move(self) -> None:
+    def _move(self, waited: float) -> None:
         """Go to the store where the job goes on: the latest of those that are served; serve one where it is time to.
 
-        An endpoint of this machine is served once the one in use is gone, with the last round that is known here.
+        Once there is none, the endpoints of machines that are there are served in turn, with what is known there, so
+        that not each has its own; `waited` are the seconds for which this node has looked for one.
         """
-        for where in self._endpoints[1:] if self._settled.number and self._at.lost else ():
-            served = None if where in self._served else where.serve(self._me.address)
-            if served is not None:
-                self._open(where, served).end()
-                break
         found = self._latest(self._at)
+        for turn, where in enumerate(self._endpoints[1:] if found is None and self._settled.number else ()):
+            is_due = waited >= turn * 2 * self._times.beat and where not in self._served
+            if is_due and (served := where.serve(self._me.address)) is not None:
+                found = self._open(where, served)
+                break
         if found is not None and found is not self._at:
             _LOG.warning("the rendezvous is at %s now, which was at %s", found.where, self._at.where)
             self._at.end()
@@ -209,7 +213,7 @@ class HetuRendezvous(RendezvousHandler):
         if wait.is_long:
             _LOG.warning("still waiting for a round of the job: %s", reason)
         if self._at.lost or wait.is_slow:
-            self._move()
+            self._move(wait.seconds)
         if wait.is_over:
             with suppress(RendezvousConnectionError):
                 self._at.change(lambda known: known.leaving(self._me.node))
@@ -258,6 +262,8 @@ class HetuRendezvous(RendezvousHandler):
             return "lost", "the other machines take this one for gone"
         if gone or known.reason:
             return "lost", known.reason or f"machines {_shown(gone)} are gone"
+        if not known.can_put_out({*known.member_nodes} - self._at.silent):  # the network may be cut around the store
+            return "lost", f"nothing is heard of machines {_shown(sorted(self._at.silent))}, which may go on elsewhere"
         return ("join", "") if known.waiting(me, self._most) else ("", "")
 
     def why_closed(self) -> str:
@@ -377,8 +383,12 @@ class _RoundWait:
             self._moved, self._joined = time.monotonic(), known.joined_nodes
 
     @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    @property
     def is_over(self) -> bool:
-        return time.monotonic() - self._start > self._times.timeout
+        return self.seconds > self._times.timeout
 
     @property
     def last_call_is_over(self) -> bool:
@@ -387,7 +397,7 @@ class _RoundWait:
     @property
     def is_slow(self) -> bool:
         """Tell whether it has taken so long that the job may go on elsewhere."""
-        return time.monotonic() - self._start > 2 * self._times.silent
+        return self.seconds > 2 * self._times.silent
 
     @property
     def is_alone(self) -> bool:

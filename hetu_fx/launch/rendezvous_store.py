@@ -7,10 +7,13 @@ reaches the port.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
+import json
 import logging
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -18,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
+from pathlib import Path
 from typing import TypeVar
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
@@ -35,7 +39,10 @@ DEFAULT_PORT = 29400
 _LOG = logging.getLogger(__name__)
 _LOOPBACK_NAMES = (*LOOPBACK_NAMES, "::1")
 _STORE_SECONDS = 600.0
+_SUSPICIOUS = 3  # times as often as else a node looks while one is suspected
 _REFUSED = "hetu_fx/refused"  # the last node that was
+_CONNECTIONS = Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")
+_ESTABLISHED = "01"  # linux/tcp_states.h
 
 T = TypeVar("T")
 
@@ -95,10 +102,27 @@ def job_name(run_id: str) -> str:
     return f"hetu_fx {metadata.version('hetu-fx')}, id {run_id!r}, secret {digest}"
 
 
+def _connected_to(port: int) -> set[str]:
+    """Return the addresses that are connected to a port of this machine, where the kernel lists connections."""
+    found = set()
+    for line in (line for table in _CONNECTIONS if table.exists() for line in table.read_text().splitlines()[1:]):
+        _, here, there, state, *_ = line.split()
+        if state == _ESTABLISHED and int(here.rpartition(":")[2], 16) == port:
+            words = there.partition(":")[0]  # in hex, each in this machine's order of bytes
+            numbers = (int(words[at : at + 8], 16) for at in range(0, len(words), 8))
+            address = ipaddress.ip_address(struct.pack(f"={len(words) // 8}I", *numbers))
+            found.add(str(getattr(address, "ipv4_mapped", None) or address))
+    return found
+
+
 class MembershipStore:
     """A node's connection to the store: it shows its signs of life there, hears the others', and changes the value.
 
     A thread does all of it, one after another; whoever asks it waits `silent` seconds at the most.
+
+    The node that serves the store sees connections end: those of a machine whose processes are killed do, those over a
+    link that is cut do not. It tells so, and for a member without any two missed beats are silence. Each node hears
+    that by itself, and as many are needed to put a member out.
 
     Args:
         store: served by this node or dialled.
@@ -108,9 +132,12 @@ class MembershipStore:
         beat: seconds between signs of life.
         silent: seconds without one after which a node counts as gone.
         come: seconds within which a member must come to a next round.
+        connected: if this node serves the store, addresses that were connected to one that it takes the place of; else
+            None.
 
     Attributes:
         silent: the nodes of which this one has heard nothing for so long.
+        has_ended: whether the store's own side has ended the connection.
 
     Raises:
         RendezvousStateError: the store is another job's.
@@ -118,15 +145,18 @@ class MembershipStore:
     """
 
     def __init__(
-        self, store: TCPStore, run_id: str, node: str, where: Endpoint, *, beat: float, silent: float, come: float
-    ) -> None:
+        self, store: TCPStore, run_id: str, node: str, where: Endpoint, connected: Collection[str] | None = None,
+        *, beat: float, silent: float, come: float,
+    ) -> None:  # fmt: skip
         self._store, self._node, self.where = store, node, where
         self._beat, self._silent, self._come = beat, silent, come
-        self._root, self._beats = f"hetu_fx/{run_id}", Beats(silent)
+        self._root, self._beats = f"hetu_fx/{run_id}", Beats(silent, 2 * beat)
+        self._connected = None if connected is None else {*connected}
+        self._suspected, self._suspected_key = list[str](), f"{self._root}/suspected"
         self._missing_since: dict[str, float] = {}
         self._known: Membership | None = None
         self.silent: frozenset[str] = frozenset()
-        self._failure, self._refused, self._ended = "", "", threading.Event()
+        self._failure, self._refused, self._ended, self.has_ended = "", "", threading.Event(), False
         self._answered = time.monotonic()
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hetu_fx rendezvous", daemon=True)
@@ -153,6 +183,7 @@ class MembershipStore:
 
         def write() -> None:
             self._store.set(_REFUSED, "")
+            self._store.set(self._suspected_key, "[]")
             for node in first.watched:
                 self._store.add(self._count_of(node), 0)
             self._store.compare_set(self._key, "", first.to_json())
@@ -237,7 +268,7 @@ class MembershipStore:
             self._failure = f"no answer within {2 * self._silent:g} s"
             raise RendezvousConnectionError(f"the rendezvous at {self.where} gives {self._failure}") from None
         if isinstance(error, RuntimeError):
-            self._failure = str(error).splitlines()[0]
+            self._fail(error)
             raise RendezvousConnectionError(f"the rendezvous at {self.where} is gone: {self._failure}") from error
         if error is not None:
             raise error
@@ -250,7 +281,7 @@ class MembershipStore:
                 self._asked.get(timeout=max(0.0, due - time.monotonic()))()
                 self._answered = time.monotonic()
             except queue.Empty:
-                due = time.monotonic() + self._beat
+                due = time.monotonic() + self._beat / (_SUSPICIOUS if self._suspected else 1)
                 self._show_and_hear()
 
     def _show_and_hear(self) -> None:
@@ -260,20 +291,36 @@ class MembershipStore:
                 self._step()
             self._answered = time.monotonic()
         except RuntimeError as error:
-            self._failure = str(error).splitlines()[0]
+            self._fail(error)
+
+    def _fail(self, error: RuntimeError) -> None:
+        self._failure, self.has_ended = str(error).splitlines()[0], True
 
     def _step(self) -> None:
         watched = self._known.watched if self._known else ()
         self._store.add(self._count_of(self._node), 1)
-        text, refused, *counts = self._store.multi_get([self._key, _REFUSED, *map(self._count_of, watched)])
+        keys = [self._key, _REFUSED, self._suspected_key, *map(self._count_of, watched)]
+        text, refused, suspected, *counts = self._store.multi_get(keys)
         self._warn_of(refused.decode())
         known, now = Membership.from_json(text.decode()), time.monotonic()
-        self._known = known
+        self._known, self._suspected = known, json.loads(suspected)
+        self._suspect(known)
         self._beats.hear(dict(zip(watched, map(int, counts), strict=True)), now)
-        self.silent = frozenset(self._beats.silent(now))
+        self.silent = frozenset(self._beats.silent(now, self._suspected))
         silent = {*self.silent, *self._late(known, now)} & {*known.watched} - {self._node}
         if self._node in known.electorate and silent != {*known.silent.get(self._node, ())}:
-            self._changed(lambda found: found.hearing(self._node, silent))
+            self._known = self._changed(lambda found: found.hearing(self._node, silent)) or known
+
+    def _suspect(self, known: Membership) -> None:
+        """Tell which members have no connection any more, if this node serves the store."""
+        if self._connected is None:
+            return
+        there = _connected_to(self._store.port)
+        self._connected |= there
+        gone = [one.node for one in known.members if one.address in self._connected - there]
+        if gone != self._suspected:
+            self._suspected = gone
+            self._store.set(self._suspected_key, json.dumps(gone))
 
     def _warn_of(self, refused: str) -> None:
         """Say once that a node was refused."""

@@ -96,9 +96,12 @@ class Worker:
         os.environ.update(order.message["environment"])
         sys.argv[:] = [self.script, *self.arguments]
         made = _outcome(self.script)
-        if made.status and not (order.lost.wait(self.spec.news_seconds) or made.reason.startswith(CommError.__name__)):
+        may_be_alone = not made.reason.startswith(CommError.__name__)
+        if made.status and may_be_alone and not order.lost.wait(self.spec.news_seconds):
             return made.status
         _clean_up(made.reason)
+        if made.status:  # the launcher is to say who is lost, and not that this one has stopped
+            order.lost.wait(self.spec.news_seconds)
         order.over.set()
         self.channel.send(made.kind, reason=made.reason)
         return 0

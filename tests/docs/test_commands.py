@@ -199,6 +199,7 @@ HELD = {
     "python -m tests.chaos --faults 200 --seed 1": Held(
         by="test_chaos.py::test_a_run_with_faults_at_random_moments_is_that_without"
     ),
+    "python -m tests.chaos --nodes 3 --faults 100 --seed 1": Held(why="for root, an hour; its options are looked up"),
     "python -m benchmarks.smoke": BENCHMARK,
     "python -m tests.ops": Held(by="ops/test_ops.py::test_an_op_of_torchs_database_trains_as_on_one_device"),
     "python -m tests.ops --write-docs": Held(by="ops/test_ops.py::test_the_table_has_the_worst_of_each_plan"),

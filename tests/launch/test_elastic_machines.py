@@ -8,97 +8,38 @@ from __future__ import annotations
 import functools
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.launch.agents import SECONDS, Agent, Launcher
 from tests.ranks.machines import Machine, machines, refusal
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(refusal()), reason=refusal() or "none"),
 ]
 
 SCRIPT = str(Path(__file__).with_name("elastic_script.py"))
-SECONDS = 120.0
-STEPS, PAUSE_SECONDS = 120, 0.1
+PAUSE_SECONDS = 0.1
 MORE_STEPS = 20  # than any machine has done when it is told how many there are
-
-
-class Agent:
-    """torchrun on a machine, and what it and its workers have said so far."""
-
-    def __init__(self, machine: Machine, endpoints: str, nodes: str, steps: str, nproc: int) -> None:
-        own = {"HETU_FX_NODE": machine.hostname, "HETU_FX_JOB": "elastic"}
-        script = [SCRIPT, steps, str(PAUSE_SECONDS)]
-        meet = ["--rdzv-endpoint", endpoints, "--nnodes", nodes]
-        self.lines: list[str] = []
-        self.process = machine.start(sys.executable, "-u", *self.command(nproc, meet), *script, **own)
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def command(self, nproc: int, meet: list[str]) -> list[str]:
-        """Return what to run on a machine."""
-        plain = ["-m", "torch.distributed.run", "--rdzv-backend", "hetu_fx", *meet]
-        return [*plain, "--nproc-per-node", str(nproc), "--max-restarts", "20", "--monitor-interval", "0.1"]
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        self.lines.extend(line for line in self.process.stdout)
-
-    def until(self, said: str) -> str:
-        """Wait for a line; return it."""
-        deadline = time.monotonic() + SECONDS
-        while time.monotonic() < deadline:
-            for line in list(self.lines):
-                if re.search(said, line):
-                    return line
-            time.sleep(0.05)
-        raise AssertionError(f"{said!r} was not said:\n{''.join(self.lines[-40:])}")
-
-    def end(self) -> int:
-        """Wait for its end; return its status."""
-        return self.process.wait(SECONDS)
-
-    def terminate(self) -> None:
-        """Send SIGTERM to the first process on the machine."""
-        (inside,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        os.kill(int(inside), signal.SIGTERM)
-
-    def steps(self) -> list[int]:
-        """Return the steps that were told as done, in their order."""
-        return [int(step) for step in re.findall(r"^step (\d+) of", "".join(self.lines), re.MULTILINE)]
-
-    def processes(self) -> set[str]:
-        """Return the processes in which the script has started."""
-        return set(re.findall(r"^start rank .* in (\d+)$", "".join(self.lines), re.MULTILINE))
-
-
-class Launcher(Agent):
-    """`hetu-fx launch` on a machine."""
-
-    def command(self, nproc: int, meet: list[str]) -> list[str]:
-        """Return what to run on a machine."""
-        return ["-m", "hetu_fx.cli", "launch", *meet, "--nproc", str(nproc), "--min-nproc", "1", "--"]
 
 
 @contextmanager
 def started(
-    three: list[Machine], nodes: str, servers: int = 1, agent: type[Agent] = Agent, steps: str = str(STEPS)
+    three: list[Machine], nodes: str, servers: int = 1, agent: type[Agent] = Agent, *, steps: str
 ) -> Iterator[Callable[..., Agent]]:
     """Give what starts an agent on a machine, the first of which may serve; whatever is left at the end is killed."""
     agents: list[Agent] = []
     endpoints = ",".join(machine.address for machine in three[:servers])
 
     def start(number: int, nproc: int = 1) -> Agent:
-        agents.append(agent(three[number], endpoints, nodes, steps, nproc))
+        agents.append(agent(three[number], endpoints, nodes, [SCRIPT, steps, str(PAUSE_SECONDS)], nproc))
         return agents[-1]
 
     try:
@@ -110,7 +51,7 @@ def started(
 
 
 @functools.cache
-def alone(steps: int = STEPS) -> float:
+def alone(steps: int) -> float:
     """Return the sum of the parameters that one process ends with after so many steps."""
     plain = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     command = [sys.executable, SCRIPT, str(steps), "0"]
@@ -125,7 +66,8 @@ def total_of(line: str) -> float:
 
 
 def test_a_machine_joins_another_dies_and_comes_back_and_no_step_is_lost(tmp_path: Path) -> None:
-    with machines(tmp_path, ["one", "two", "three"]) as three, started(three, "1:3") as start:
+    file = without_end(tmp_path)
+    with machines(tmp_path, ["one", "two", "three"]) as three, started(three, "1:3", steps=str(file)) as start:
         first, second = start(0), start(1)
         first.until("step 10 of 2")
         third = start(2)
@@ -135,39 +77,49 @@ def test_a_machine_joins_another_dies_and_comes_back_and_no_step_is_lost(tmp_pat
         first.until("start rank 0 of 2 at [1-9].* from memory")
         back = start(1)
         back.until("start rank 2 of 3 at [1-9]")
+        last = end_soon(file, first)
         ends = [total_of(agent.until("end ")) for agent in (first, third, back)]
         assert [agent.end() for agent in (first, third, back)] == [0, 0, 0]
-    expected = alone()
-    assert ends == pytest.approx([expected] * 3, rel=1e-9)
-    done = [int(step) for step in re.findall(r"step (\d+) of", "".join(first.lines))]
-    assert sorted(set(done)) == list(range(1, STEPS + 1))
+    assert ends == pytest.approx([alone(last)] * 3, rel=1e-9)
+    assert sorted({*first.steps()}) == list(range(1, last + 1))
 
 
 def test_the_machine_that_serves_the_rendezvous_dies_and_the_others_go_on_and_take_it_back(tmp_path: Path) -> None:
-    with machines(tmp_path, ["one", "two", "three"]) as three, started(three, "1:3", servers=3) as start:
+    file = without_end(tmp_path)
+    with (
+        machines(tmp_path, ["one", "two", "three"]) as three,
+        started(three, "1:3", servers=3, steps=str(file)) as start,
+    ):
         first, second, third = start(0), start(1), start(2)
         second.until("step 10 of 3")
         first.process.kill()
         second.until("of 2$")
         back = start(0)
         back.until("start rank 2 of 3 at [1-9]")
+        last = end_soon(file, second)
         ends = [total_of(agent.until("end ")) for agent in (second, third, back)]
         assert [agent.end() for agent in (second, third, back)] == [0, 0, 0]
-    assert ends == pytest.approx([alone()] * 3, rel=1e-9)
+    assert ends == pytest.approx([alone(last)] * 3, rel=1e-9)
 
 
 def test_a_machine_that_is_cut_off_says_so_and_the_others_go_on_without_it(tmp_path: Path) -> None:
-    with machines(tmp_path, ["one", "two", "three"]) as three, started(three, "1:3", servers=3) as start:
+    file = without_end(tmp_path)
+    with (
+        machines(tmp_path, ["one", "two", "three"]) as three,
+        started(three, "1:3", servers=3, steps=str(file)) as start,
+    ):
         first, second, third = start(0), start(1), start(2)
         second.until("step 10 of 3")
         cut = ["ip", "-n", three[2].namespace, "link", "set", "eth0", "down"]
         subprocess.run(cut, check=True, timeout=30)
         third.until("the rendezvous at .* is gone: no answer")
+        first.until("step .* of 2$")
+        last = end_soon(file, first)
         ends = [total_of(agent.until("end ")) for agent in (first, second)]
         assert [agent.end() for agent in (first, second)] == [0, 0]
         assert not any("of 1" in line for line in third.lines)
         third.until("still waiting for a round of the job")
-    assert ends == pytest.approx([alone()] * 2, rel=1e-9)
+    assert ends == pytest.approx([alone(last)] * 2, rel=1e-9)
 
 
 def without_end(folder: Path) -> Path:

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters, RendezvousStateError
 
+from hetu_fx.base.machine import NODE_VARIABLE
 from hetu_fx.cli.main import main
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch import rendezvous_store
@@ -29,9 +31,11 @@ from hetu_fx.launch.job import LaunchSpec, MessageChannel, NodesSpec
 from hetu_fx.launch.launcher import ENDED_ELSEWHERE_STATUS, JobLauncher
 from hetu_fx.launch.rendezvous_handler import BACKEND, HetuRendezvous
 from hetu_fx.launch.times import Times
+from hetu_fx.plans.plan import Plan
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
+PLANNED_SCRIPT = Path(__file__).with_name("planned_script.py")
 SECONDS = 120.0
 REFUSED_STATUS = 2
 
@@ -244,6 +248,27 @@ def test_an_endpoint_that_nobody_serves_is_an_error_that_names_it(tmp_path: Path
     nowhere = Machine(tmp_path, "one", "192.0.2.1:29400", waits, reach=0.5)
     assert nowhere.end() == REFUSED_STATUS
     assert "no machine serves the rendezvous at 192.0.2.1:29400" in nowhere.said()
+
+
+def test_more_machines_than_the_plan_file_has_devices_is_an_error_on_all_of_them(tmp_path: Path) -> None:
+    Plan.data_parallel(range(2)).write(tmp_path / "plan.json")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        where = f"127.0.0.1:{free.getsockname()[1]}"
+    launch = [sys.executable, "-m", "hetu_fx.cli", "launch", "--nproc", "1", "--nnodes", "3", "--rdzv-endpoint", where]
+    command = [*launch, "--rdzv-conf", "reach=60", "--", str(PLANNED_SCRIPT), str(tmp_path / "plan.json")]
+    machines = [
+        subprocess.Popen(command, env={**os.environ, NODE_VARIABLE: name}, stderr=subprocess.PIPE, text=True)
+        for name in "abc"
+    ]
+    try:
+        said = [machine.communicate(timeout=SECONDS)[1] for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+            machine.wait()
+    assert [machine.returncode for machine in machines] == [1, 1, 1]
+    for text in said:
+        assert "plan file 'plan.json' is for 2 devices, and there are 3: it neither uses nor leaves out [2]" in text
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import platform
 import select
 import signal
 import socket
@@ -22,6 +24,8 @@ from hetu_fx.launch.launcher import GAVE_UP_STATUS, JobLauncher
 from tests.chaos_machine import MemoryLimits
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+SYS_EXIT = {"x86_64": 60, "aarch64": 93}  # asm/unistd.h
 
 Behaviour = Callable[[dict[str, str], MessageChannel], bool]
 
@@ -179,6 +183,20 @@ def test_who_does_not_leave_its_groups_is_ended(tmp_path: Path) -> None:
     status, events = run(tmp_path, stays, grace_seconds=0.5, min_nproc=2)
     assert (status, worlds(events)) == (0, [2, 2])
     assert "did not leave its groups" in [e["reason"] for e in events if e["event"] == "lost"][1]
+
+
+def test_one_that_takes_longer_to_end_than_the_others_to_be_done_is_told_of_all_the_same(tmp_path: Path) -> None:
+    def goes_slowly(environment: dict[str, str], channel: MessageChannel) -> bool:
+        if is_first(environment, 1):
+            threading.Thread(target=time.sleep, args=(600,)).start()
+            ctypes.CDLL(None).syscall(SYS_EXIT[platform.machine()], 0)  # ends this thread alone, as a kill begins
+        return environment["HETU_FX_START"] != "0"
+
+    status, events = run(tmp_path, goes_slowly)
+    assert (status, worlds(events)) == (0, [2, 1])
+    (reason,) = [event["reason"] for event in events if event["event"] == "lost"]
+    assert "rank 1" in reason
+    assert "was ended by SIGTERM" in reason
 
 
 def test_an_error_of_the_script_ends_the_job_with_its_status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

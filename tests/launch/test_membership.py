@@ -207,16 +207,20 @@ def test_the_text_of_a_membership_is_read_as_it_was(members: list[str], wanted: 
 
 
 def test_a_count_that_moves_is_a_sign_of_life_and_one_that_stands_is_silence() -> None:
-    beats = Beats(1.5)
+    beats = Beats(1.5, 0.6)
     for at in range(8):
         beats.hear({"a": at, "b": 3}, 0.3 * at)
     assert list(beats.silent(2.1)) == ["b"]
     beats.hear({"a": 8, "b": 4}, 2.4)
     assert list(beats.silent(2.4)) == []
+    beats.hear({"a": 9, "b": 4}, 2.7)
+    beats.hear({"a": 10, "b": 4}, 3.1)
+    assert list(beats.silent(3.1)) == []
+    assert list(beats.silent(3.1, ["a", "b"])) == ["b"]  # whom others suspect too, and who has missed two beats
 
 
 def test_a_reader_that_was_stopped_takes_nobody_for_silent() -> None:
-    beats = Beats(1.5)
+    beats = Beats(1.5, 0.6)
     beats.hear({"a": 1}, 0.0)
     beats.hear({"a": 1}, 60.0)
     assert list(beats.silent(60.0)) == []
@@ -235,7 +239,7 @@ class Node:
     name: str
     skew: float
     rate: float
-    beats: Beats = field(default_factory=lambda: Beats(SILENT))
+    beats: Beats = field(default_factory=lambda: Beats(SILENT, 2 * BEAT))
     count: int = 0
     round: int = 0
     wants: bool = False
@@ -250,6 +254,7 @@ class Job:
     nodes: dict[str, Node]
     known: Membership
     now: float = 0.0
+    suspected: frozenset[str] = frozenset()
     rounds: list[tuple[int, tuple[str, ...], tuple[str, ...]]] = field(default_factory=list)
 
     def turn(self, order: Sequence[str]) -> None:
@@ -264,7 +269,7 @@ class Job:
         node.count += 1
         now = self.now * node.rate + node.skew
         node.beats.hear({other: self.nodes[other].count for other in self.known.watched}, now)
-        self.known = self.known.hearing(node.name, set(node.beats.silent(now)))
+        self.known = self.known.hearing(node.name, set(node.beats.silent(now, self.suspected)))
         is_in = self.known.number > node.round and node.name in self.known.member_nodes
         if node.wants and is_in:
             node.round, node.wants = self.known.number, False
@@ -293,6 +298,7 @@ def test_whatever_falls_silent_rounds_follow_one_another_and_all_that_come_back_
         if name != "a":  # with the host the store is gone
             node.is_up = {"up": True, "down": False}.get(kind, node.is_up)
             node.can_reach = {"cut": False, "mend": True}.get(kind, node.can_reach)
+        job.suspected = data.draw(st.frozensets(st.sampled_from(names)))  # rightly or not
         for _ in range(data.draw(st.integers(0, 12))):
             job.turn(data.draw(st.permutations(names)))
     for _ in range(60):
@@ -308,3 +314,24 @@ def test_whatever_falls_silent_rounds_follow_one_another_and_all_that_come_back_
         job.turn(names)
     assert {*job.known.member_nodes} == {*names}
     assert {node.round for node in job.nodes.values()} == {job.known.number}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_suspected_node_that_shows_signs_of_life_is_not_put_out(data: st.DataObject) -> None:
+    names = "abc"
+    clocks = [(data.draw(st.floats(-1e6, 1e6)), data.draw(st.floats(0.9, 1.1))) for _ in names]
+    job = Job(
+        {name: Node(name, *clock, is_up=True) for name, clock in zip(names, clocks, strict=True)}, Membership("a")
+    )
+    for _ in range(10):
+        job.turn(names)
+    (settled,) = {node.round for node in job.nodes.values()}
+    job.suspected = frozenset(names)
+    for _ in range(10):
+        job.turn(data.draw(st.permutations(names)))
+    assert job.known.number == settled
+    job.nodes["c"].is_up = False
+    for _ in range(5):  # two missed beats, and what the others need to meet
+        job.turn(names)
+    assert job.known.member_nodes == ("a", "b")

@@ -135,6 +135,16 @@ def test_of_two_nodes_the_one_that_serves_the_store_goes_on_alone(where: str) ->
         assert together([serves])[0].world_size == 1
 
 
+def test_the_node_that_serves_the_store_says_so_where_it_hears_none_of_two_others(where: str) -> None:
+    with nodes(where, 3, 1, 3, beat=0.1, silent=0.6) as three:
+        together(three)
+        assert {handler.news() for handler in three} == {("", "")}
+        for handler in three[1:]:
+            end_without_a_word(handler)
+        until(lambda: three[0].news()[0] == "lost")
+        assert "nothing is heard of machines" in three[0].news()[1]
+
+
 def die(handler: HetuRendezvous) -> None:
     """Let a node die with what it serves."""
     store = handler._at

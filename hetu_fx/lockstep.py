@@ -239,7 +239,7 @@ class Lockstep:
             )
         execution = None if self.eager is not None else captured or self.capture(model, batches[0])
         with _unwritten_is_nan(), telling(f"training as {ranks} ranks") as tell:
-            own = [execution.programs.arguments.batch(*as_call(batch)) for batch in batches] if execution else batches
+            own = [execution.programs.batch(*as_call(batch)) for batch in batches] if execution else batches
             yield ranks, _Run(self, model, own, plans, execution, tell)
 
 

@@ -61,7 +61,7 @@ from hetu_fx.switching.eager.row_mode import BY_ROWS
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.ops import HomeTensor, get_home_layout
-from hetu_fx.switching.home.parameters import move_home, move_optimizer_state
+from hetu_fx.switching.home.parameters import cut_optimizer_state, move_home
 from hetu_fx.switching.home.tensor import has_piece
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import Settings
@@ -293,7 +293,7 @@ def make_runtime(
             arrive(layouts)
         homes = move_home(model, layouts, table)
     if optimizer is not None:
-        move_optimizer_state(optimizer, homes, layouts)
+        cut_optimizer_state(optimizer, homes.values())
     runtime = Runtime(model, table, execution, homes, settings)
     for index, plan in enumerate(plans):
         runtime.add_variant(plan, plan.name or f"variant{index}")

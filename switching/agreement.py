@@ -250,7 +250,9 @@ class Agreement:
             for watcher in tuple(self.watchers):
                 told.update(watcher.tell())
             changed = self._members.look(self._execution.structure)
-            local = self._with_members(batch.facts)
+            count = self._members.count  # which all ranks must have alike
+            told_of = f"{batch.facts.signature}, other members {count} times"
+            local = replace(batch.facts, signature=told_of) if count else batch.facts
         except Exception as error:  # whatever it is, the others must not wait for this rank
             local = error
         facts = agree(self._table, local, told, takes_unlike_graphs=of_own_rows)
@@ -271,8 +273,3 @@ class Agreement:
         elif facts.sizes != batch.facts.sizes:
             batch = fill()
         return batch, facts
-
-    def _with_members(self, facts: LocalFacts) -> LocalFacts:
-        """Return facts with how often parameters or buffers have become others, which all ranks must have alike."""
-        count = self._members.count
-        return replace(facts, signature=f"{facts.signature}, other members {count} times") if count else facts

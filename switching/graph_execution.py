@@ -163,7 +163,7 @@ class GraphExecution:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, *, shared: bool
     ) -> Reading[GraphVariant]:
         """Read the arguments of a call, and capture the model if they have a form not seen yet."""
-        given = self.programs.arguments.batch(args, kwargs)
+        given = self.programs.batch(args, kwargs)
         sequences = nested_sequences(given)
         if sequences is not None:
             return self.sequences.read(sequences, training, shared=shared)

@@ -21,11 +21,9 @@ from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.ops import HomeTensor, gather_whole
-from hetu_fx.switching.home.parameters import Buffers
+from hetu_fx.switching.home.parameters import MESSAGE_BYTES, Buffers, few_at_a_time
 from hetu_fx.switching.home.tensor import mark_written
 from hetu_fx.switching.home.writes import Writes
-
-_MESSAGE_BYTES = 64 << 20  # of whole parameters that are gathered at once: as much again is needed meanwhile
 
 Left = tuple[tuple[str, int], ...]
 """What is left of each limit on a rank's memory, by the name of what is limited."""
@@ -158,10 +156,10 @@ class WholeModule:
         self.drop()
         sizes = [home.numel() * home.itemsize for home in homes]
         check_room(
-            all_gather_object(self.table, memory_left(homes[0].device)), sum(sizes) + min(sum(sizes), _MESSAGE_BYTES)
+            all_gather_object(self.table, memory_left(homes[0].device)), sum(sizes) + min(sum(sizes), MESSAGE_BYTES)
         )
-        for some in _in_messages(homes, sizes):
-            for home, whole in zip(some, gather_whole(some), strict=True):
+        for some in few_at_a_time(dict(enumerate(homes))):
+            for home, whole in zip(some.values(), gather_whole(list(some.values())), strict=True):
                 self._copies[id(home)] = _Copy(home, version(home), _constant(whole, home))
 
     def _leave(self, written: Mapping[int, Tensor]) -> None:
@@ -247,20 +245,6 @@ def check_room(left: Sequence[Left], needed: int) -> None:
             f"hint: free memory there, start fewer processes per machine, or call the parallel model itself, which "
             f"gathers less"
         )
-
-
-def _in_messages(homes: Sequence[HomeTensor], sizes: Sequence[int]) -> Iterator[list[HomeTensor]]:
-    """Yield the parameters in lists of at most so many bytes, or of one."""
-    some: list[HomeTensor] = []
-    room = _MESSAGE_BYTES
-    for home, size in zip(homes, sizes, strict=True):
-        if some and size > room:
-            yield some
-            some, room = [], _MESSAGE_BYTES
-        some.append(home)
-        room -= size
-    if some:
-        yield some
 
 
 def _constant(whole: Tensor, home: HomeTensor) -> nn.Parameter:

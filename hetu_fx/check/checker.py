@@ -140,7 +140,7 @@ class Checker:
         else:
             assert isinstance(execution, GraphExecution), "there are two ways of running a model"
             self.program = execution.program
-            self.batch = execution.programs.arguments.batch(args, kwargs)
+            self.batch = execution.programs.batch(args, kwargs)
             self.row_dims = self.program.row_dims
         try:
             self.template = None if self.problem else ModelTemplate.of(model, loss_fn)

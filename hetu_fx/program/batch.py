@@ -13,9 +13,6 @@ from hetu_fx.graph.bind import Batch, GivenBatch
 from hetu_fx.graph.example import order_in_memory
 from hetu_fx.graph.tracing.autocasts import ambient_autocasts
 
-_TOGETHER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_MOST_ORDERS = 64
-
 
 def batch_from_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
     """Return a call's batch: by keyword, or positional where the forward of this signature takes *args.
@@ -37,28 +34,6 @@ def batch_from_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs:
             case _:
                 batch[name] = value
     return {name: value for name, value in batch.items() if value is not None}
-
-
-class Arguments:
-    """What a forward of this signature is called with; calls by the same keywords as before are not bound again."""
-
-    def __init__(self, signature: inspect.Signature) -> None:
-        self.signature = signature
-        self._orders: dict[tuple[str, ...], tuple[str, ...]] = {}
-
-    def batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
-        """Return a call's batch; see `batch_from_call`."""
-        order = None if args else self._orders.get(tuple(kwargs))
-        if order is not None:
-            return {name: value for name in order if (value := kwargs[name]) is not None}
-        made = batch_from_call(self.signature, args, kwargs)
-        if not args and len(self._orders) < _MOST_ORDERS and self._takes_each_by_name(kwargs):
-            self._orders[tuple(kwargs)] = tuple(name for name in self.signature.parameters if name in kwargs)
-        return made
-
-    def _takes_each_by_name(self, kwargs: Mapping[str, Any]) -> bool:
-        known = self.signature.parameters
-        return all(name in known and known[name].kind not in _TOGETHER for name in kwargs)
 
 
 def quick_batch_form(given: GivenBatch) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,30 +93,6 @@ class Match:
     notes: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class LastMatch:
-    """A batch of tensors alone that was matched last in its mode.
-
-    Attributes:
-        likeness: of the batch.
-        captured: that runs it.
-        structure: of the model.
-        match: of both.
-    """
-
-    likeness: tuple[Any, ...]
-    captured: Captured
-    structure: Structure
-    match: Match
-
-    def of(self, likeness: tuple[Any, ...], structure: Structure, given: GivenBatch) -> Match | None:
-        """Return the match of a batch that is like it, if the model is still what it was."""
-        if structure is not self.structure or likeness != self.likeness or not self.captured.reads.hold():
-            return None
-        known = self.match
-        return Match(known.program, given.tensors, known.rows, known.bindings, known.signature, known.notes)
-
-
 Sizes = tuple[int, Bindings]
 
 
@@ -137,40 +113,17 @@ def batch_sizes(program: Program, given: GivenBatch) -> Sizes | str:
         return str(error)
 
 
-class KeptCaptures:
+class KeptCaptures(list[Captured]):
     """Captures, the last used one first."""
-
-    def __init__(self) -> None:
-        self._by_program: dict[Program, Captured] = {}  # the last used one last
-        self._by_form: dict[str, list[Captured]] = {}  # the last used one first
-
-    def __iter__(self) -> Iterator[Captured]:
-        return reversed(self._by_program.values())
 
     def of_form(self, form: str) -> list[Captured]:
         """Return those for batches of a form."""
-        return self._by_form.get(form, [])
-
-    def of_program(self, program: Program) -> Captured | None:
-        """Return the capture that made a program, unless it is gone."""
-        return self._by_program.get(program)
+        return [one for one in self if one.form == form]
 
     def use(self, captured: Captured) -> None:
         """Know that this one, which may be a new one, is used now."""
-        if next(iter(self), None) is captured:
-            return
-        self._forget(captured)
-        self._by_program[captured.program] = captured
-        self._by_form.setdefault(captured.form, []).insert(0, captured)
-        if len(self._by_program) > MOST_CAPTURES:
-            self._forget(next(iter(self._by_program.values())))
-
-    def _forget(self, captured: Captured) -> None:
-        if self._by_program.pop(captured.program, None) is not None:
-            alike = self._by_form[captured.form]
-            alike.remove(captured)
-            if not alike:
-                del self._by_form[captured.form]
+        if self[:1] != [captured]:
+            self[:] = [captured, *(one for one in self if one is not captured)][:MOST_CAPTURES]
 
 
 class Recurring:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -22,12 +21,11 @@ from hetu_fx.graph.capture import in_mode
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, find_row_dims
 from hetu_fx.graph.tracing.autocasts import ambient_autocasts, casting, casting_on_host
-from hetu_fx.program.batch import Arguments, batch_form, quick_batch_form
+from hetu_fx.program.batch import batch_form, batch_from_call, quick_batch_form
 from hetu_fx.program.captured import (
     Captured,
     CaptureEvent,
     KeptCaptures,
-    LastMatch,
     Match,
     Recurring,
     Sizes,
@@ -56,6 +54,7 @@ class Programs:
         structure: of the model when a program was last asked for.
         tracer: captures it.
         observers: of its submodules, whose outputs are outputs of its programs.
+        signature: of the forward, with what the loss takes beside.
         current: the program that was last asked for.
         events: the last captures, each with its reason, and how many there were.
     """
@@ -78,7 +77,7 @@ class Programs:
         self.observers = self.tracer.observers
         self.current: Program | None = None
         self._latest: dict[bool, Captured] = {}
-        self._last: dict[bool, LastMatch] = {}
+        self._last: dict[bool, tuple[Any, Structure, Match]] = {}  # of the latest, for a batch of tensors alone
         self.events: Log[CaptureEvent] = Log()
         self._structures = [self.structure]
         self._kept = KeptCaptures()
@@ -93,12 +92,11 @@ class Programs:
         """Capture this in the place of the model's forward from now on; None: its class's."""
         self.tracer.replaced = replaced
         self.forward: Forward = replaced or MethodType(type(self.model).forward, self.model)
-        self.arguments = Arguments(LossCall(self.forward, self.loss_fn).signature)
+        self.signature = LossCall(self.forward, self.loss_fn).signature
 
-    @property
-    def signature(self) -> inspect.Signature:
-        """Return that of the forward, with what the loss takes beside."""
-        return self.arguments.signature
+    def batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+        """Return a call's batch; see `batch_from_call`."""
+        return batch_from_call(self.signature, args, kwargs)
 
     @property
     def num_blocks(self) -> int:
@@ -116,7 +114,7 @@ class Programs:
     def first(self, batch: Batch, training: bool) -> Program:
         """Return the program for an example batch as the user gives it: by keyword, or positional as a tuple."""
         args, kwargs = as_call(batch)
-        given = GivenBatch.of(self.arguments.batch(args, kwargs))
+        given = GivenBatch.of(self.batch(args, kwargs))
         self.tracer.row_dims.check_names(given.tensors)
         return self.match(given, training).program
 
@@ -158,9 +156,10 @@ class Programs:
         self._look()
         likeness = quick_batch_form(given), self.observers.names
         last = self._last.get(training)
-        known = None if last is None else last.of(likeness, self.structure, given)
-        if last is not None and known is not None and _takes(known.program, known.bindings, rows):
-            return self._use(last.captured, known, training)
+        if last is not None and last[:2] == (likeness, self.structure) and self._latest[training].reads.hold():
+            known = last[-1]
+            if _takes(known.program, known.bindings, rows):
+                return self._use(self._latest[training], replace(known, tensors=given.tensors), training)
         form = " ".join([batch_form(given, training), *(f"observed {name}" for name in self.observers.names)])
         known_or_misfit = self._known(form, given, rows)
         if isinstance(known_or_misfit, str):
@@ -169,7 +168,7 @@ class Programs:
         match = Match(found.program, given.tensors, *sizes, f"{form} state {self.structure.digest}")
         self._last.pop(training, None)
         if not given.others:
-            self._last[training] = LastMatch(likeness, found, self.structure, replace(match, tensors={}))
+            self._last[training] = likeness, self.structure, replace(match, tensors={})
         return self._use(found, match, training)
 
     def _use(self, found: Captured, match: Match, training: bool) -> Match:
@@ -180,8 +179,7 @@ class Programs:
     def holds(self, program: Program) -> bool:
         """Tell whether a program that was found before is that of the model as it is now."""
         self._look()
-        found = self._kept.of_program(program)
-        return found is not None and found.holds(self.structure)
+        return any(one.program is program and one.holds(self.structure) for one in self._kept)
 
     def source(self, batch: Batch, training: bool, like: Program) -> Graph:
         """Capture the model's own graph for batches like this one, as no rewrite has seen it; nothing is kept.
@@ -277,5 +275,5 @@ def _takes(program: Program, bindings: Bindings, rows: int | None) -> bool:
 def example_size(example: Batch, programs: Programs, program: Program) -> tuple[int, int]:
     """Return the rows and the sequence length (0: none) of an example batch; the program was traced with other rows."""
     args, kwargs = as_call(example)
-    tensors = input_tensors(program.graph, programs.arguments.batch(args, kwargs))
+    tensors = input_tensors(program.graph, programs.batch(args, kwargs))
     return program.num_rows(tensors), program.longest(tensors)

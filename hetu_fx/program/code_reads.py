@@ -26,7 +26,7 @@ from torch.autograd import Function
 
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.numbers import CLOCKS, random_states
-from hetu_fx.graph.tracing.contents import PLAIN, can_change, frozen
+from hetu_fx.graph.tracing.contents import PLAIN, frozen
 from hetu_fx.program.reads import Access, Read
 
 _STDLIB = sysconfig.get_path("stdlib")
@@ -55,11 +55,6 @@ class CodeReads:
         self.found: dict[tuple[int, str], Access] = {}
         self.clocks: list[tuple[dict[str, Any], str]] = []
         self._memos: dict[int, tuple[Any, int]] = {}
-
-    @property
-    def read(self) -> Mapping[tuple[int, str], Read]:
-        """Return what was found, but for functions without attributes: most of them."""
-        return {key: read for key, read in self.found.items() if read.name != "__dict__" or read.value}
 
     def look_at_class(self, kind: type) -> None:
         """Look at the functions of a class and of those that it is made from, up to torch's."""
@@ -128,7 +123,7 @@ class CodeReads:
         if not own or isinstance(value, type | ModuleType):
             return
         self._reach(value, label)
-        if isinstance(value, (*PLAIN, *_CONTAINERS, FunctionType, MethodType)) or can_change(value):
+        if isinstance(value, (*PLAIN, *_CONTAINERS, FunctionType, MethodType)) or frozen(value) is not value:
             self.note(owner, name, value, label)
 
     def note(self, owner: Any, name: str, value: Any, label: str) -> None:

@@ -55,20 +55,10 @@ def why_not_packed(graph: Graph, factors: FactorMap, flow: Flow, positions: str)
         positions: the input of position ids.
     """
     follows = descendants(graph, [leaf.node for leaf in graph.leaves_of(LeafKind.INPUT) if leaf.name == positions])
-
-    known: dict[fx.Node, bool] = {}
-
-    def is_masked(attention: fx.Node) -> bool:
-        masks = [argument(attention, name) for name in _MASKS[attention.target]]
-        return any(keeps_apart(mask) for mask in masks if isinstance(mask, fx.Node) and mask in follows)
-
-    def keeps_apart(mask: fx.Node) -> bool:
-        if mask not in known:
-            known[mask] = _keeps_apart(graph, mask, positions)
-        return known[mask]
-
+    masks = {mask for node in graph.graph.nodes for mask in _masks(node) if mask in follows}
+    apart = {mask for mask in masks if _keeps_apart(graph, mask, positions)}
     lacks = f"has no mask that follows from {positions!r} and keeps sequences apart"
-    unmasked = _first_reason(graph, factors, flow, is_masked, lacks)
+    unmasked = _first_reason(graph, factors, flow, lambda node: not apart.isdisjoint(_masks(node)), lacks)
     return unmasked or _reader_of_places(graph, factors, flow)
 
 
@@ -118,8 +108,7 @@ def _read(node: fx.Node, factors: FactorMap) -> list[fx.Node]:
     if not factors.is_op(node):
         return list(node.all_input_nodes) if node.op == "call_function" and meta.has_tensor(node) else []
     op = factors.op(node)
-    masks = [argument(node, name) for name in _MASKS.get(node.target, ())]
-    return [o.node for i, o in enumerate(op.operands) if i not in op.unread and o.node not in masks]
+    return [o.node for i, o in enumerate(op.operands) if i not in op.unread and o.node not in _masks(node)]
 
 
 def _meets(op: OpFactors, tokens: Classes) -> bool:
@@ -152,6 +141,12 @@ _MASKS: Mapping[Any, tuple[str, ...]] = {
 }
 """What says which tokens see each other, by op."""
 
+
+def _masks(node: fx.Node) -> list[fx.Node]:
+    given = (argument(node, name) for name in _MASKS.get(node.target, ()))
+    return [mask for mask in given if isinstance(mask, fx.Node)]
+
+
 _HIDDEN = -1e4  # what is added to the score of a token that is not seen, or less
 
 
@@ -169,7 +164,10 @@ def _keeps_apart(graph: Graph, mask: fx.Node, positions: str) -> bool:
         return False
     first = length // 2
     values = {node: _row_value(leaf, positions, first) for node, leaf in inputs.items() if node in needed}
-    sees = _seen(_run(graph, needed, values)[mask])
+    for node in graph.graph.nodes:
+        if node in needed and node.op == "call_function":
+            values[node] = evaluate_op(node, values, device=HOST)
+    sees = _seen(values[mask])
     across = sees[..., :first, first:], sees[..., first:, :first]
     return sees.shape[-2:] == (length, length) and not any(part.any() for part in across)
 
@@ -189,14 +187,6 @@ def _row_value(leaf: Leaf, positions: str, first: int) -> Tensor:
         return ones
     counted = torch.arange(ones.shape[-1])
     return torch.where(counted < first, counted, counted - first).to(like.dtype).expand_as(ones).contiguous()
-
-
-def _run(graph: Graph, needed: frozenset[fx.Node], values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """Run the ops that are needed, on the CPU; return all values."""
-    for node in graph.graph.nodes:
-        if node in needed and node.op == "call_function":
-            values[node] = evaluate_op(node, values, device=HOST)
-    return values
 
 
 _TOKENS, _MORE = 6, 3  # of every size that the graph leaves open, and what it is filled up by

@@ -1,20 +1,19 @@
 """Plain values that a forward has read: of modules, of the objects that they refer to, of classes, and globals.
 
 A captured graph holds while they are what they were. That is told by identities, over lists that were prepared once;
-only what has become another object is compared.
+only what is another object, or can change inside, is compared.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from itertools import repeat
-from operator import is_
+from itertools import chain, repeat
+from operator import contains
 from queue import Queue
-from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from hetu_fx.base.torch_private import tree_leaves, version
 from hetu_fx.errors import StateError
 from hetu_fx.graph.meta import SYMBOLIC
-from hetu_fx.graph.tracing.contents import ABSENT, PLAIN, Inside, RawMemory, can_change, frozen, put, same
+from hetu_fx.graph.tracing.contents import ABSENT, PLAIN, Inside, RawMemory, frozen, put, same
 from hetu_fx.program.structure import told_hook, type_name
 
 _MOST_SHOWN = 80
@@ -76,23 +75,19 @@ class Access(Read):
 
     def put_back(self) -> None:
         """Let the holder have again what it had."""
-        match self.before:
-            case list() as held:
-                held[:] = self.copy
-            case deque() as held:
+        had = self.copy.content if isinstance(self.copy, Inside) else self.copy
+        held = self.before
+        if isinstance(held, threading.local | Queue):
+            held = held.queue if isinstance(held, Queue) else held.__dict__
+        match held:
+            case list() | deque():
                 held.clear()
-                held.extend(self.copy)
-            case dict() | set() as held:
+                held.extend(had)
+            case dict() | set():
                 held.clear()
-                held.update(self.copy)
-            case threading.local() as held:
-                held.__dict__.clear()
-                held.__dict__.update(self.copy.content)
-            case Queue() as held:
-                held.queue.clear()
-                held.queue.extend(self.copy.content)
-            case ContextVar() as held:
-                held.set(self.copy.content)
+                held.update(had)
+            case ContextVar():
+                held.set(had)
         if isinstance(self.owner, dict):
             put(self.owner, self.name, self.before)
         elif self.now is not self.before and self.before is not ABSENT:
@@ -118,80 +113,41 @@ class Reads:
     """
 
     def __init__(self, reads: Iterable[Read], in_classes: Iterable[Read] = ()) -> None:
-        every = tuple(reads)
-        self._entries = [read for read in every if isinstance(read.owner, dict)]
-        self._others = [read for read in every if not isinstance(read.owner, dict)]
-        self._dicts, self._names = [read.owner for read in self._entries], [read.name for read in self._entries]
-        self._in_classes = list(in_classes)
-        self._spaces = list({id(read.owner): read.owner for read in self._in_classes}.values())
-        self._arm()
+        entries, others = list[Read](), list[Read]()
+        for read in reads:
+            (entries if isinstance(read.owner, dict) else others).append(read)
+        self._reads, self._in_classes = (*entries, *others), tuple(in_classes)
+        self._entries, self._others, self._hidden = map(_columns, (entries, others, self._in_classes))
+        values = [read.value for read in self._reads]
+        self._known = list(map(frozen, values))
+        self._tensors = [value for value in values if isinstance(value, Tensor)]
+        self._versions = list(map(version, self._tensors))
 
     def hold(self) -> bool:
-        """Tell whether all values are what they were."""
-        if self._are_untouched():
-            return True
-        if not self._are_equal():
-            return False
-        self._arm()
-        return True
+        """Tell whether all values are what they were; most are the same objects."""
+        now = chain(map(dict.get, *self._entries, repeat(ABSENT)), map(getattr, *self._others, repeat(ABSENT)))
+        return (
+            all([value is known or same(value, known) for value, known in zip(now, self._known, strict=True)])
+            and not any(map(contains, *self._hidden))
+            and list(map(version, self._tensors)) == self._versions
+        )
 
     @property
     def facts(self) -> Mapping[str, str]:
         """Return what was read as it was, by what it is of."""
-        copies = {id(value): copy for value, copy in self._containers}
-        values = zip((*self._entries, *self._others), (*self._values, *self._found), strict=True)
-        return {read.label: show_value(copies.get(id(value), value)) for read, value in values}
+        return {read.label: show_value(known) for read, known in zip(self._reads, self._known, strict=True)}
 
     @property
     def facts_now(self) -> Mapping[str, str]:
         """Return the same as it is now."""
-        now = {read.label: show_value(frozen(read.value)) for read in (*self._entries, *self._others)}
+        now = {read.label: show_value(frozen(read.value)) for read in self._reads}
         return now | {read.label: show_value(read.value) for read in self._in_classes if read.value is not ABSENT}
 
-    def _arm(self) -> None:
-        """Take what is there now as what was read."""
-        self._values = [read.value for read in self._entries]
-        self._found = [read.value for read in self._others]
-        found = [(read.owner, read.name, value) for read, value in zip(self._others, self._found, strict=True)]
-        self._lasting = _columns(one for one in found if type(one[-1]) is not MethodType)
-        # Of these each look-up makes another object.
-        self._bound = _columns(one for one in found if type(one[-1]) is MethodType)
-        both = (*self._values, *self._found)
-        self._containers = [(value, frozen(value)) for value in both if can_change(value)]
-        self._tensors = [value for value in both if isinstance(value, Tensor)]
-        self._versions = list(map(version, self._tensors))
-        self._sizes = list(map(len, self._spaces))
 
-    def _are_untouched(self) -> bool:
-        return (
-            all(map(is_, map(dict.get, self._dicts, self._names, repeat(ABSENT)), self._values))
-            and all(map(is_, _now(*self._lasting[:2]), self._lasting[-1]))
-            and all(map(same, _now(*self._bound[:2]), self._bound[-1]))
-            and list(map(len, self._spaces)) == self._sizes
-            and self._contents_are_equal()
-        )
-
-    def _are_equal(self) -> bool:
-        reads, values = (*self._entries, *self._others), (*self._values, *self._found)
-        return (
-            all(same(read.value, before) for read, before in zip(reads, values, strict=True))
-            and all(read.value is ABSENT for read in self._in_classes)
-            and self._contents_are_equal()
-        )
-
-    def _contents_are_equal(self) -> bool:
-        return list(map(version, self._tensors)) == self._versions and all(
-            same(value, copy) for value, copy in self._containers
-        )
-
-
-def _now(owners: Iterable[Any], fields: Iterable[str]) -> Iterator[Any]:
-    return map(getattr, owners, fields, repeat(ABSENT))
-
-
-def _columns(found: Iterable[tuple[Any, str, Any]]) -> tuple[list[Any], list[str], list[Any]]:
-    listed = list(found)
-    return [owner for owner, *_ in listed], [field for _, field, _ in listed], [value for *_, value in listed]
+def _columns(reads: Iterable[Read]) -> tuple[list[Any], list[str]]:
+    """Return what has each, and the names: what functions of the interpreter are mapped over."""
+    listed = list(reads)
+    return [read.owner for read in listed], [read.name for read in listed]
 
 
 def show_value(value: Any) -> str:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -30,6 +29,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch, LossCall, flatten_batch
 from hetu_fx.graph.calls import operand, viewed_argument
 from hetu_fx.graph.capture import Around, capture
+from hetu_fx.graph.edit import ancestors
 from hetu_fx.graph.functional import SAME_VALUE
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.leaves.leaf_ops import CONSTANTS, told_nodes
@@ -159,35 +159,23 @@ def _class_of_rows(program: Program, assumed: RowDims) -> frozenset[FactorClass]
     return frozenset(cls for name, dim in assumed.items() for cls in program.factors.dims(leaves[name])[dim])
 
 
-def _linear_in(factors: FactorMap, loss: fx.Node) -> set[fx.Node]:
+def _linear_in(factors: FactorMap, loss: fx.Node) -> frozenset[fx.Node]:
     """Return the values that the loss is linear in, itself among them."""
-    todo, found = [loss], set[fx.Node]()
-    while todo:
-        node = todo.pop()
-        if node in found:
-            continue
-        found.add(node)
-        if factors.is_op(node):
-            op = factors.op(node)
-            linear = frozenset().union(*op.linear)
-            todo += [operand.node for place, operand in enumerate(op.operands) if place in linear]
-        elif node.op == "call_function":
-            todo += node.all_input_nodes
-    return found
+
+    def linear(node: fx.Node) -> Iterable[fx.Node]:
+        if not factors.is_op(node):
+            return node.all_input_nodes if node.op == "call_function" else ()
+        op = factors.op(node)
+        places = frozenset().union(*op.linear)
+        return [operand.node for place, operand in enumerate(op.operands) if place in places]
+
+    return ancestors([loss], linear)
 
 
-def _meet(factors: FactorMap, loss: fx.Node, rows: frozenset[FactorClass], tail: set[fx.Node]) -> bool:
+def _meet(factors: FactorMap, loss: fx.Node, rows: frozenset[FactorClass], tail: frozenset[fx.Node]) -> bool:
     """Tell whether an op that makes the loss, but for its last sums, looks across rows: cheaper than a deduction."""
-    todo, seen = [loss], set[fx.Node]()
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        todo += node.all_input_nodes
-        if node not in tail and factors.is_op(node) and rows & (factors.op(node).whole | factors.op(node).reduced):
-            return True
-    return False
+    ops = map(factors.op, filter(factors.is_op, ancestors([loss]) - tail))
+    return any(rows & (op.whole | op.reduced) for op in ops)
 
 
 def _goes_by_order(program: Program, rows: frozenset[FactorClass], buffers: Buffers) -> bool:
@@ -322,13 +310,14 @@ class Tracer:
         clocks = traced.watch.clocks
         if not clocks:
             return
-        with suppress(Exception), warnings.catch_warnings(), later(chain.from_iterable(clocks.values())):
+        with suppress(Exception), warnings.catch_warnings(), later(clocks):
             warnings.simplefilter("ignore")  # the first trace has warned
             if _are_same(self._trace_once(batch, training).source, traced.source):
                 return
+        names = ", ".join(dict.fromkeys(name for _, name in clocks))
         raise CaptureError(
-            f"the forward goes on by the time ({', '.join(clocks)}), which a captured graph would keep as it was when "
-            f"it was made\nhint: pass it in as a tensor or keep it in a buffer, or use "
+            f"the forward goes on by the time ({names}), which a captured graph would keep as it was when it was made\n"
+            f"hint: pass it in as a tensor or keep it in a buffer, or use "
             f'hetu_fx.auto_parallelize(..., capture="eager")'
         )
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import enum
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +55,10 @@ class Watch:
     def _forget(self) -> None:
         self._of_the_model: dict[int, Space] = {}
         self._known: dict[int, tuple[str, Any]] = {}
-        self._read: dict[Place, Access] = {}
         self._written: dict[Place, Access] = {}
         self._kinds: set[type] = set()
         self._code = CodeReads(self._reach)
+        self._read = self._code.found
         self.surroundings = Surroundings()
         self.changed: list[tuple[Access, Any]] = []
         self.written: list[tuple[Access, Any]] = []
@@ -91,10 +93,12 @@ class Watch:
 
     def reads(self, others: Iterable[Read]) -> Reads:
         """Return what was read, and others, as they are now: outside of the trace, so that no value of it is there."""
-        reads: dict[Any, Read] = {**self._code.read, **self.surroundings.found}
-        reads.update(((id(other.owner), other.name), other) for other in others)
+        named = (*self.surroundings.found.values(), *others)
+        reads: dict[Any, Read] = {(id(one.owner), one.name): one for one in named}
         in_classes = list[Read]()
         for key, access in self._read.items():
+            if access.name == "__dict__" and not access.value:  # of a function without attributes, as most are
+                continue
             if access.owner is vars(self.model) and access.name in CALLS:  # its own run the graphs
                 own = type(self.model)
                 reads[id(own), access.name] = Read(f"{access.name!r} of the model's class", own, access.name)
@@ -112,24 +116,20 @@ class Watch:
         return Reads(reads.values(), in_classes)
 
     @property
-    def clocks(self) -> dict[str, list[tuple[dict[str, Any], str]]]:
-        """Return the names of the clocks that the user's own functions read, and in which globals they are."""
-        clocks: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in sorted(self.surroundings.clocks)}
-        for space, name in self._code.clocks:
-            clocks.setdefault(name, []).append((space, name))
-        return clocks
+    def clocks(self) -> list[tuple[Space, str]]:
+        """Return the clocks that the user's own functions read: what has them, and under which names."""
+        return [*((vars(time), name) for name in sorted(self.surroundings.clocks)), *self._code.clocks]
 
     def _put_back(self) -> None:
         """Let attributes and buffers be what they were."""
-        for access in (*self._read.values(), *self._written.values(), *self._new_buffers(), *self._code.found.values()):
+        for access in (*self._read.values(), *self._written.values(), *self._new_buffers()):
             if not same(access.now, access.copy):
                 access.put_back()
         self._code.forget()
 
     def _finish(self) -> None:
         self._code.forget()
-        accesses = (*self._read.values(), *self._code.found.values())
-        changed = [access for access in accesses if not same(access.now, access.copy)]
+        changed = [access for access in self._read.values() if not same(access.now, access.copy)]
         self.changed = [(access, frozen(access.now)) for access in (*changed, *self._new_buffers())]
         for access, _ in self.changed:
             access.put_back()
@@ -166,12 +166,7 @@ class Watch:
             set_(owner, name, value)
 
         for dunder, function in (("__getattribute__", getting), ("__setattr__", setting)):
-            before = vars(kind).get(dunder, ABSENT)
-            setattr(kind, dunder, function)
-            if before is ABSENT:
-                self._patches.callback(delattr, kind, dunder)
-            else:
-                self._patches.callback(setattr, kind, dunder, before)
+            self._patches.enter_context(mock.patch.object(kind, dunder, function))
 
     def _note(self, owner: Any, name: str, value: Any) -> None:
         access = self._first(owner, name)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,8 @@ from hetu_fx.errors import StateError
 from hetu_fx.switching.home.journal import GRADIENTS, NAMED, Gradients, Rates, journal
 from hetu_fx.switching.home.layout import HomeLayout
 from hetu_fx.switching.home.parameters import cut_optimizer_state
-from hetu_fx.switching.home.pointwise import are_numbers
-from hetu_fx.switching.home.tensor import HomeTensor, PiecesWritten, Read, home_layout_of, local_of, wrap
+from hetu_fx.switching.home.pointwise import layouts_alike
+from hetu_fx.switching.home.tensor import HomeTensor, PiecesWritten, Read, local_of, wrap
 
 _POINTWISE = frozenset(
     {
@@ -60,26 +60,42 @@ _SMALL_BYTES = 1 << 24
 _NO_LISTS = "fused", "capturable", "differentiable"
 
 
-def begin_step(optimizer: Optimizer) -> None:
-    """Let an optimizer have pieces for its kernels, if it is a point-wise one."""
+class _PointwiseStep(NamedTuple):
+    """A step of an optimizer whose kernels may have pieces.
+
+    Attributes:
+        uncounted: how often they write without counting it in versions, as torch's fused kernels do once.
+        listed: groups that are asked for lists in it, which torch would not make.
+    """
+
+    uncounted: int
+    listed: Sequence[dict[str, Any]]
+
+
+def begin_step(optimizer: Optimizer, *_: object) -> None:
+    """Note a step of an optimizer, and let it have pieces for its kernels, if it is a point-wise one."""
     end_step()  # the one before may have ended by an error
+    noted = journal()
+    has_homes = any(isinstance(p, HomeTensor) for group in optimizer.param_groups for p in group["params"])
+    if has_homes and optimizer not in noted.optimizers:  # others may be one rank's own, and would shift numbers
+        noted.number(optimizer)
+        optimizer.register_load_state_dict_post_hook(cut_optimizer_state)
+        cut_optimizer_state(optimizer)
+    noted.begin_step(optimizer_rates(optimizer) if has_homes else None)
     fused = {bool(group.get("fused")) for group in optimizer.param_groups}
-    stepping = journal().stepping
-    stepping.is_pointwise = type(optimizer) in _POINTWISE and len(fused) == 1
-    stepping.uncounted = int(True in fused)
-    if type(optimizer) in _LISTED_ALIKE and stepping.is_pointwise:
-        stepping.listed = list(filter(_is_small_on_host, optimizer.param_groups))
-        for group in stepping.listed:
+    if type(optimizer) in _POINTWISE and len(fused) == 1:
+        listed = filter(_is_small_on_host, optimizer.param_groups) if type(optimizer) in _LISTED_ALIKE else ()
+        noted.pointwise = _PointwiseStep(int(True in fused), list(listed))
+        for group in noted.pointwise.listed:
             group["foreach"] = True
 
 
-def end_step() -> None:
-    """Let whatever follows have home tensors."""
-    stepping = journal().stepping
-    stepping.is_pointwise = False
-    for group in stepping.listed:
+def end_step(*_: object) -> None:
+    """Note writes again, and let whatever follows have home tensors."""
+    noted = journal()
+    for group in noted.pointwise.listed if noted.pointwise is not None else ():
         group["foreach"] = None
-    stepping.listed = ()
+    noted.pointwise, noted.is_stepping = None, False
 
 
 def _is_small_on_host(group: Mapping[str, Any]) -> bool:
@@ -102,24 +118,21 @@ def _on_pieces(lists: Lists, with_indices: bool) -> tuple[Lists, Callable[[], No
     None where there are none, or where kernels have more to do: tensors of several homes, or whole ones, side by side;
     or states that are made in the step.
     """
-    if not journal().stepping.is_pointwise:
+    step: _PointwiseStep | None = journal().pointwise
+    if step is None:
         return None
-    are_homes = [set(map(type, tensors)) == {HomeTensor} for tensors in lists]
-    homes = [tensors for tensors, here in zip(lists, are_homes, strict=True) if here]
-    others = [tensors for tensors, here in zip(lists, are_homes, strict=True) if not here]
-    if not homes or not all(map(are_numbers, others)):
+    found = layouts_alike(lists)
+    if found is None:
         return None
-    layout, *layouts = (list(map(home_layout_of, tensors)) for tensors in homes)
-    if any(one != layout for one in layouts):
-        return None
-    written = PiecesWritten(homes, journal().stepping.uncounted)
+    layouts, are_homes = found
+    written = PiecesWritten([tensors for tensors, here in zip(lists, are_homes, strict=True) if here], step.uncounted)
     pieces = iter(written.pieces)
     given = [next(pieces) if here else tensors for tensors, here in zip(lists, are_homes, strict=True)]
-    numbers = [tensors for tensors in others if tensors]
+    numbers = [tensors for tensors, here in zip(lists, are_homes, strict=True) if tensors and not here]
     like = {} if with_indices else _absent(written.pieces[0], numbers)
     if not like:
         return given, written.end
-    kept = [position for position in range(len(layout)) if position not in like]
+    kept = [position for position in range(len(layouts)) if position not in like]
     return [tensors and [tensors[i] for i in kept] for tensors in given], partial(
         _pieces_written, written, numbers, like
     )
@@ -178,28 +191,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
-def _begin(optimizer: Optimizer, *_: object) -> None:
-    has_homes = any(isinstance(p, HomeTensor) for p in _parameters(optimizer))
-    if has_homes and optimizer not in journal().optimizers:  # others may be one rank's own, and would shift numbers
-        journal().number(optimizer)
-        optimizer.register_load_state_dict_post_hook(cut_optimizer_state)
-        cut_optimizer_state(optimizer)
-    journal().begin_step(optimizer_rates(optimizer) if has_homes else None)
-    begin_step(optimizer)
-
-
-def _parameters(optimizer: Optimizer) -> Iterable[Any]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _end(*_: object) -> None:
-    end_step()
-    journal().end_step()
-
-
 for register, hook, why in (
-    (register_optimizer_step_pre_hook, _begin, "steps would not be noted, and loaded states of optimizers not cut"),
-    (register_optimizer_step_post_hook, _end, "what follows a step would be taken for a part of it"),
+    (register_optimizer_step_pre_hook, begin_step, "steps would not be noted, and loaded states of optimizers not cut"),
+    (register_optimizer_step_post_hook, end_step, "what follows a step would be taken for a part of it"),
 ):
     register_patch(
         Hook("torch", "torch.optim.optimizer", register.__name__, why, tested="2.13", register=partial(register, hook))

@@ -116,20 +116,6 @@ class Gradients(NamedTuple):
     of: Mapping[str, Tensor]
 
 
-class _Stepping:
-    """What is known of an optimizer's step that is under way; see `held`.
-
-    Attributes:
-        is_pointwise: its kernels may have pieces.
-        uncounted: how often they write without counting it in versions, as torch's fused kernels do once.
-        listed: groups that are asked for lists in it, which torch would not make.
-    """
-
-    is_pointwise = False
-    uncounted = 0
-    listed: Sequence[dict[str, Any]] = ()
-
-
 class Journal:
     """What was written on this rank, and copied.
 
@@ -144,7 +130,7 @@ class Journal:
         writes: begun so far.
         backwards: that have brought gradients home.
         optimizers: of home parameters that have been stepped, with their numbers in the order of their first steps.
-        stepping: the step that is under way.
+        pointwise: what `held` knows of the step that is under way, if its kernels may have pieces.
     """
 
     def __init__(self) -> None:
@@ -157,7 +143,7 @@ class Journal:
         self.writes = 0
         self.backwards = 0
         self.optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self.stepping = _Stepping()
+        self.pointwise: Any = None
         self._num_optimizers = 0
         self.is_stepping = False
         self._rates: Rates = ()
@@ -181,10 +167,6 @@ class Journal:
             if rates != self._rates:
                 self._rates = rates
             self.steps.note(self._rates)  # one object for steps by the same rates: a kilobyte each
-
-    def end_step(self) -> None:
-        """Note writes again."""
-        self.is_stepping = False
 
     def write(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note what an op writes to, its first argument, and with which numbers."""

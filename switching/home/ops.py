@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from types import FrameType
 from typing import Any
 
@@ -191,12 +192,9 @@ def _norm_readings(
     homes: Sequence[HomeTensor], parts: torch.Tensor, order: float, dtype: torch.dtype | None
 ) -> list[Reading]:
     """Return how the norms of a list are read; where all ranks must ask for one of them they do for all: none."""
-    found = []
-    for home, part in zip(homes, parts.unbind(), strict=True):
-        found.append(_norm_reading(home, part, order, dtype))
-        if found[-1] is None:
-            return []
-    return found
+    each = zip(homes, parts.unbind(), strict=True)
+    found = list(takewhile(bool, (_norm_reading(home, part, order, dtype) for home, part in each)))
+    return found if len(found) == len(homes) else []
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

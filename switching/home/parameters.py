@@ -8,6 +8,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +29,14 @@ from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import HomeLayout
-from hetu_fx.switching.home.ops import HomeTensor, get_home_layout
+from hetu_fx.switching.home.ops import HomeTensor
 from hetu_fx.switching.home.tensor import has_piece
 
 MESSAGE_BYTES = 64 << 20
 """Of parameters that travel at once: what a rank needs besides the model and its own part, or one larger tensor."""
+
+Key = TypeVar("Key")
+Some = TypeVar("Some", bound=Tensor)
 
 
 def move_home(model: nn.Module, layouts: Mapping[str, HomeLayout], table: GroupTable) -> dict[str, nn.Parameter]:
@@ -58,19 +63,19 @@ def bring_home(
     if table.size == 1:
         return
     with without_weak_references(model):
-        for some in _few_at_a_time(parameters):
+        for some in few_at_a_time(parameters):
             for name, piece in _pieces_of_first(some, layouts, table).items():
                 _settle(name, some[name], piece, layouts[name])
 
 
-def _few_at_a_time(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
-    some: dict[str, nn.Parameter] = {}
-    for name, parameter in parameters.items():
-        sizes = [one.numel() * one.element_size() for one in (*some.values(), parameter)]
-        if some and sum(sizes) > MESSAGE_BYTES:
+def few_at_a_time(tensors: Mapping[Key, Some]) -> Iterator[dict[Key, Some]]:
+    """Yield tensors together that take no more than a message, or one of them."""
+    some: dict[Key, Some] = {}
+    for key, tensor in tensors.items():
+        if some and sum(one.numel() * one.itemsize for one in (*some.values(), tensor)) > MESSAGE_BYTES:
             yield some
             some = {}
-        some[name] = parameter
+        some[key] = tensor
     if some:
         yield some
 
@@ -127,19 +132,21 @@ def _pieces_of_first(
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})  # of torch's optimizers: NAdam's and ASGD's beside the count
 
 
-def move_optimizer_state(
-    optimizer: torch.optim.Optimizer, homes: Mapping[str, nn.Parameter], layouts: Mapping[str, HomeLayout]
-) -> None:
-    """Cut the parameter-shaped state that an optimizer has already into home pieces; not that of plain parameters.
+def cut_optimizer_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    """Cut whole state of home parameters, as a file of a plain optimizer holds it, into their homes; no communication.
 
-    A number that counts for the whole parameter is no such state, even where the parameter has no dims either.
+    Every rank must have the same. A number that counts for the whole parameter is no such state, even where the
+    parameter has no dims either. `parameters` are those of which it is; None: all that the optimizer has.
     """
-    for name, home in homes.items():
-        state = optimizer.state.get(home, {}) if isinstance(home, HomeTensor) else {}
+    all_of_it = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for home in all_of_it if parameters is None else parameters:
+        if not isinstance(home, HomeTensor):
+            continue
+        state = optimizer.state.get(home, {})
         for key, value in state.items():
             whole = isinstance(value, torch.Tensor) and not isinstance(value, HomeTensor)
-            if whole and key not in _NUMBERS and tuple(value.shape) == tuple(home.shape):
-                state[key] = HomeTensor.from_full(value, layouts[name])
+            if whole and key not in _NUMBERS and value.shape == home.shape:
+                state[key] = HomeTensor.from_full(value, home.home_layout)
 
 
 def check_assigned_dtypes(model: nn.Module, tensors: Mapping[str, object]) -> None:
@@ -157,16 +164,6 @@ def check_assigned_dtypes(model: nn.Module, tensors: Mapping[str, object]) -> No
                 f"assign=True would make parameter {name!r} {given.dtype}, which is {home.dtype}; convert the parallel "
                 f"model by model.to(dtype), or the state dict, and load it then"
             )
-
-
-def cut_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Cut whole state of home parameters, as a file of a plain optimizer holds it, into their homes; no communication.
-
-    Every rank must have the same.
-    """
-    parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
-    numbered = {str(number): p for number, p in enumerate(parameters) if isinstance(p, HomeTensor)}
-    move_optimizer_state(optimizer, numbered, {number: get_home_layout(home) for number, home in numbered.items()})
 
 
 class Buffers:

@@ -41,9 +41,6 @@ aten = torch.ops.aten
 CAST = "cast"
 """Names a copy in another dtype among what tensors are made by."""
 
-# The wrapper of a single in-place op is counted by torch, its piece is not.
-_count_write = increment_version
-
 
 def find_local(func: Any) -> Handler | None:
     """Recognise point-wise ops by their tag, and list kernels by their name."""
@@ -51,7 +48,7 @@ def find_local(func: Any) -> Handler | None:
     if name.startswith(("_foreach_", "_fused_")):
         return _run_lists
     if torch.Tag.pointwise in func.tags or name in _POINTWISE_WITHOUT_TAG:
-        return _in_place(func) if name.endswith("_") else _pointwise(func)
+        return _pointwise(func, in_place=name.endswith("_"))
     return None
 
 
@@ -91,31 +88,21 @@ _METHODS: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
-def _pointwise(func: Any) -> Handler:
+def _pointwise(func: Any, *, in_place: bool) -> Handler:
     run = _fast(func)
 
     def handler(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layout, pieces = _pieces(args)
-        if layout is None or _has_tensor(kwargs) or not layout.shape:
+        if layout is None or _has_tensor(kwargs) or not (layout.shape or in_place):
             return _pointwise_mixed(func, args, kwargs)
-        made = wrap(run(*pieces, **kwargs), layout)
+        result = run(*pieces, **kwargs)
+        if in_place:
+            increment_version((args[0].local,))  # torch counts the write to the wrapper, and not that to its piece
+            return args[0]
+        made = wrap(result, layout)
         if not kwargs and layout.world > 1:
             OPS.reads.note_made(made, func, args)
         return made
-
-    return handler
-
-
-def _in_place(func: Any) -> Handler:
-    run = _fast(func)
-
-    def handler(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layout, pieces = _pieces(args)
-        if layout is None or _has_tensor(kwargs):
-            return _pointwise_mixed(func, args, kwargs)
-        run(*pieces, **kwargs)
-        _count_write((args[0].local,))
-        return args[0]
 
     return handler
 
@@ -278,13 +265,25 @@ def _cut_alike(lists: dict[str, Any]) -> _Cut | None:
 
     Asked first because it is cheap: a step makes ten such calls over all parameters.
     """
-    homes = {name: tensors for name, tensors in lists.items() if _all_home(tensors)}
-    if not homes or not all(are_numbers(tensors) for name, tensors in lists.items() if name not in homes):
+    found = layouts_alike(lists.values())
+    if found is None:
         return None
-    first, *others = (list(map(home_layout_of, tensors)) for tensors in homes.values())
-    if any(other != first for other in others):
+    layouts, are_homes = found
+    each = zip(lists.items(), are_homes, strict=True)
+    return layouts, {name: list(map(local_of, tensors)) if here else tensors for (name, tensors), here in each}
+
+
+def layouts_alike(lists: Collection[Sequence[Any]]) -> tuple[list[HomeLayout], list[bool]] | None:
+    """Return the layouts in which all lists of home tensors agree, besides lists of numbers, and which lists these are.
+
+    None where there are none, where they do not agree, or where whole tensors stand beside them.
+    """
+    are_homes = [set(map(type, tensors)) == {HomeTensor} for tensors in lists]
+    layouts = [list(map(home_layout_of, tensors)) for tensors, here in zip(lists, are_homes, strict=True) if here]
+    are_whole = (not here and not _are_numbers(tensors) for tensors, here in zip(lists, are_homes, strict=True))
+    if not layouts or any(one != layouts[0] for one in layouts) or any(are_whole):
         return None
-    return first, {name: list(map(local_of, t)) if name in homes else t for name, t in lists.items()}
+    return layouts[0], are_homes
 
 
 def _cut_by_position(lists: dict[str, Any], written: Collection[str]) -> _Cut:
@@ -292,13 +291,9 @@ def _cut_by_position(lists: dict[str, Any], written: Collection[str]) -> _Cut:
     return layouts, {name: list(map(_cut_item, tensors, layouts)) for name, tensors in lists.items()}
 
 
-def are_numbers(tensors: Sequence[object]) -> bool:
+def _are_numbers(tensors: Sequence[object]) -> bool:
     """Tell whether a list has plain tensors of one element each, such as the steps that fused optimizers count."""
     return all(type(tensor) is torch.Tensor and not tensor.dim() for tensor in tensors)
-
-
-def _all_home(tensors: Sequence[Any]) -> bool:
-    return set(map(type, tensors)) == {HomeTensor}
 
 
 def _layout_at(position: int, lists: dict[str, Any], written: Collection[str]) -> HomeLayout | None:

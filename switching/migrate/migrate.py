@@ -40,8 +40,8 @@ from hetu_fx.comm_ops.wire.peers.rooms import behind
 from hetu_fx.comm_ops.wire.peers.system import Extents, copy_extents, map_remote_memory, shared_memory
 from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.layout import home_layout
-from hetu_fx.switching.home.ops import HomeTensor, get_home_layout
-from hetu_fx.switching.home.parameters import move_optimizer_state
+from hetu_fx.switching.home.ops import HomeTensor
+from hetu_fx.switching.home.parameters import cut_optimizer_state
 from hetu_fx.switching.migrate.buckets import ARRIVING, LEAVING, Carrier, StateTensor, SwitchBucket
 from hetu_fx.switching.migrate.byte_runs import SliceRead, slice_reads
 from hetu_fx.switching.migrate.in_flight import InFlightState, StandIns
@@ -216,9 +216,8 @@ def migrate(
         )
         _Migration(plan.now, state, table, is_able, memory).run()
     # A number beside a parameter without dims may be a count, which is whole everywhere.
-    layouts = {name: get_home_layout(home) for name, home in homes.items() if home.dim()}
     for optimizer in optimizers:
-        move_optimizer_state(optimizer, {name: homes[name] for name in layouts}, layouts)
+        cut_optimizer_state(optimizer, [home for home in homes.values() if home.dim()])
     if later is not None and plan.later.buckets:
         _leave(plan.later, state, later, is_able, memory)
     return plan

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph.bind import GivenBatch
 from hetu_fx.program import captured, captures, tracer
-from hetu_fx.program.batch import Arguments, batch_form, batch_from_call
+from hetu_fx.program.batch import batch_form, batch_from_call
 from hetu_fx.program.captures import Programs
 
 
@@ -64,16 +64,13 @@ def test_a_forward_of_any_arguments_keeps_them_by_position() -> None:
     assert batch_from_call(signature(anything), (x, x), {}) == (x, x)
 
 
-def test_calls_by_the_same_keywords_are_read_alike_and_others_anew() -> None:
+def test_arguments_stand_in_the_order_of_the_forward() -> None:
     x, y = torch.ones(2, 3), torch.ones(1)
-    arguments = Arguments(signature(Summing().forward))
-    for bias in (y, None, y):
-        made = arguments.batch((), {"bias": bias, "x": x})
+    taken = signature(Summing().forward)
+    for bias in (y, None):
+        made = batch_from_call(taken, (), {"bias": bias, "x": x})
         assert list(made) == ["x", "bias"] if bias is not None else list(made) == ["x"]
-    for _ in range(2):
-        assert arguments.batch((), {"x": x, "others": y, "extra": y}) == {"x": x, "others": y, "extra": y}
-        with pytest.raises(BatchError, match="missing a required argument: 'x'"):
-            arguments.batch((), {"bias": y})
+    assert batch_from_call(taken, (), {"x": x, "others": y, "extra": y}) == {"x": x, "others": y, "extra": y}
 
 
 def test_a_missing_argument_is_named() -> None:

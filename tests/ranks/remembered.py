@@ -131,7 +131,7 @@ def traced_by_play(it: Tracer, batch: Batch, training: bool, source: Graph) -> A
 def read_by(traced: Any) -> Set[tuple[str, Any]]:
     """Return what a forward has read: of what, and the values."""
     reads = traced.watch.reads([])
-    return {(read.label, content(read.value)) for read in (*reads._entries, *reads._others)}
+    return {(read.label, content(read.value)) for read in reads._reads}
 
 
 def content(value: Any) -> Any:

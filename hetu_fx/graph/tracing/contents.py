@@ -20,7 +20,6 @@ from torch import Tensor
 
 Space = dict[str, Any]
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_CONTAINERS = (list, dict, set, deque)
 _ITERATORS = ("builtins", "itertools")
 """Where classes come from whose objects move on when they are asked, and show how far they are by `__reduce_ex__`."""
 
@@ -68,13 +67,6 @@ class Inside:
     content: Any
 
 
-def can_change(value: Any) -> bool:
-    """Tell whether a value's contents may change while it stays the same object."""
-    if isinstance(value, tuple):
-        return any(map(can_change, value))
-    return isinstance(value, _CONTAINERS) or frozen(value) is not value
-
-
 def frozen(value: Any) -> Any:
     """Return a copy of what can change, and of such values in it, with the same objects in them; else the value."""
     match value:
@@ -85,7 +77,8 @@ def frozen(value: Any) -> Any:
         case deque():
             return deque(map(frozen, value), value.maxlen)
         case tuple():
-            return tuple(map(frozen, value))
+            copies = tuple(map(frozen, value))
+            return value if all(map(is_, value, copies)) else copies
         case set():
             return set(value)
         case partial():

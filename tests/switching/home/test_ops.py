@@ -15,7 +15,7 @@ from torch import nn
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.ops import OPS, HomeTensor, PendingNorm, _norm_readings, home_layout
-from hetu_fx.switching.home.parameters import move_optimizer_state
+from hetu_fx.switching.home.parameters import cut_optimizer_state
 
 ALONE = home_layout(Annotation.on((0,)), (6, 4), 0, 1)
 CUT = Annotation.on((0, 1), Split(0, (2, 1)))
@@ -203,7 +203,7 @@ def test_numbers_that_an_optimizer_keeps_stay_numbers_though_the_parameter_is_on
     plain.grad = torch.tensor(1.0)
     optimizers[0].step()
     optimizers[1].state[home] = {key: copy.deepcopy(value) for key, value in optimizers[0].state[plain].items()}
-    move_optimizer_state(optimizers[1], {"w": home}, {"w": whole})
+    cut_optimizer_state(optimizers[1])
     moved = {key for key, value in optimizers[1].state[home].items() if isinstance(value, HomeTensor)}
     assert moved == {"exp_avg", "exp_avg_sq", "ax"} & optimizers[0].state[plain].keys()
     with torch.no_grad():

@@ -300,10 +300,11 @@ def _form(tensor: Tensor) -> TensorForm:
 
 
 def save_file(tensors: Mapping[str, Tensor], filename: str | Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write whole tensors to a safetensors file, as `safetensors.torch.save_file`: by all ranks, or by one alone.
+    """Write whole tensors to a safetensors file, as `safetensors.torch.save_file` does.
 
-    Of tensors of parallel models it holds one whole at a time; the other ranks send their shards. Such a file has the
-    sums of its blocks in its metadata.
+    One rank alone may call it; if all do, each writes a file and needs a name of its own. Of tensors of parallel models
+    it holds one whole at a time; the other ranks send their shards. Such a file has the sums of its blocks in its
+    metadata.
 
     Args:
         tensors: plain ones, and those of parallel models and their state dicts, by name.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hetu_fx
+from hetu_fx.errors import CheckpointError
 
 TENSORS, REST = "tensors.safetensors", "rest.ckpt"
 """The files of a folder: all tensors by number, and the checkpoint with these numbers in their place."""
@@ -31,11 +33,17 @@ class FolderCheckpoints(TorchCheckpointIO):
         """Write a folder aside, then put it in the place of what is there.
 
         Raises:
-            CheckpointError: a tensor has a dtype that safetensors files cannot hold.
+            CheckpointError: a tensor has a dtype that safetensors files cannot hold; the path is not of a local file
+                system.
             OSError: it cannot be written.
         """
+        if "://" in str(path):
+            raise CheckpointError(
+                f"FolderCheckpoints writes to local file systems, and {path} is none\nhint: save to a local folder, "
+                f"or leave checkpoint_io out"
+            )
         place = Path(path)
-        aside = place.with_name(f".{place.name}.partial")
+        aside, old = (place.with_name(f".{place.name}.{what}") for what in ("partial", "old"))
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         numbers, tensors = dict[tuple[Any, ...], int](), dict[str, Tensor]()
@@ -49,8 +57,13 @@ class FolderCheckpoints(TorchCheckpointIO):
         with hetu_fx.named_storages():
             super().save_checkpoint(apply_to_collection(checkpoint, Tensor, number_of), aside / REST, storage_options)
             hetu_fx.save_file(tensors, aside / TENSORS)
-        self.remove_checkpoint(place)
+        for file in aside.iterdir():
+            _sync(file)
+        self.remove_checkpoint(old)
+        if place.exists():
+            place.rename(old)  # which is there until the new one is
         aside.rename(place)
+        self.remove_checkpoint(old)
 
     def load_checkpoint(
         self,
@@ -66,6 +79,11 @@ class FolderCheckpoints(TorchCheckpointIO):
         rest = super().load_checkpoint(place / REST, map_location, weights_only)
         loaded: dict[str, Any] = apply_to_collection(rest, Tensor, lambda number: tensors[str(int(number))])
         return loaded
+
+
+def _sync(file: Path) -> None:
+    with open(file, "rb") as opened:
+        os.fsync(opened.fileno())
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:

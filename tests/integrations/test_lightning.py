@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 import hetu_fx
-from hetu_fx.errors import BatchError, EnvironmentProblem, StateError
+from hetu_fx.errors import BatchError, CheckpointError, EnvironmentProblem, StateError
 from hetu_fx.integrations.lightning import FolderCheckpoints, HetuStrategy
 from hetu_fx.integrations.lightning.strategy import Parts, check_launch, check_precision
 from tests.integrations.lightning_script import SETTINGS, Inner, Outer, Runs, Scaled, Tied, rows
@@ -274,6 +274,8 @@ def test_a_folder_takes_the_place_of_the_one_before_and_nothing_is_left_beside_i
     found = saves.load_checkpoint(tmp_path / "made.ckpt", weights_only=True)
     assert (found["number"], found["more"][0]["b"].item(), found["more"][1]) == (1, 2, 5)
     assert torch.equal(found["a"], state["a"])
+    with pytest.raises(CheckpointError, match="is none"):
+        saves.save_checkpoint(state, "s3://bucket/made.ckpt")
 
 
 @pytest.mark.distributed

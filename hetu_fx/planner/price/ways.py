@@ -90,7 +90,7 @@ def weight_rings(holders: Sequence[Stage]) -> list[Ring]:
 
 
 class HomeWay:
-    """The way of what some stages hold, one of each pipeline.
+    """The way of what some stages hold, one of each pipeline; `homes` are the plan's shares of homes, if it has some.
 
     Attributes:
         stages: these.
@@ -100,8 +100,10 @@ class HomeWay:
         busiest: for how long it keeps the busiest resource.
     """
 
-    def __init__(self, stages: Sequence[Stage], costs: ProgramCosts, cluster: Cluster, zero: int) -> None:
-        self.stages, self._costs, self._cluster, self._zero = stages, costs, cluster, zero
+    def __init__(
+        self, stages: Sequence[Stage], costs: ProgramCosts, cluster: Cluster, zero: int, homes: Sequence[int] = ()
+    ) -> None:
+        self.stages, self._costs, self._cluster, self._zero, self._homes = stages, costs, cluster, zero, homes
         own = [(stage, costs.of_groups(stage)) for stage in stages]
         repeats = any(program.repeated_parts > 1 for _, program in own)
         self.is_needed = len(stages) > 1 or stages[0].shares_sequence or repeats
@@ -140,7 +142,13 @@ class HomeWay:
         return line.fixed + max(line.slope, self.share(start, stop) * self.busiest)
 
     def _ring_line(self, direction: Direction, size: float, ring: Ring) -> Line:
-        return _ring_line(direction, size, ring, self._cluster, self._zero)
+        line = _ring_line(direction, size, ring, self._cluster, self._zero)
+        return Line(line.fixed, line.slope * self._times_equal(ring))
+
+    def _times_equal(self, ring: Ring) -> float:
+        """Return how many times as long as with equal homes it takes: who has least at home gets or sends the most."""
+        own = [self._homes[rank] for rank in ring] if self._homes else []
+        return (1 - min(own) / sum(own)) / (1 - 1 / len(own)) if len(own) > 1 and any(own) else 1.0
 
     def _sizes(self, start: int, stop: int) -> Iterator[tuple[float, Ring]]:
         """Yield the bytes of blocks on each device, and those that it meets: one of each other stage."""
@@ -334,7 +342,7 @@ class Ways:
     def _new_way(self, holders: Holders) -> HomeWay:
         of_kind = dict(zip(self.kinds, holders, strict=True))
         parts = [pipeline.parts[of_kind[pipeline.stops]] for pipeline in self._pipelines]
-        return HomeWay(parts, self._costs, self._cluster, self._plan.zero)
+        return HomeWay(parts, self._costs, self._cluster, self._plan.zero, self._plan.homes)
 
     def _tied(self, direction: Direction) -> Iterator[tuple[Sequence[int], float]]:
         """Yield the devices and seconds of the way of each parameter that several stages of a pipeline read."""

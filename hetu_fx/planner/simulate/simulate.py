@@ -359,7 +359,7 @@ class _StepJobs:
         for number, like in enumerate(self.like):
             pipeline = self.lanes[like].pipeline if number == like else parts[number]
             found.append(pipeline.parts[of_lane[like]])
-        home = HomeWay(found, self.costs, self.cluster, self.plan.zero)
+        home = HomeWay(found, self.costs, self.cluster, self.plan.zero, self.plan.homes)
         pairs = zip(self.lanes.values(), holders, strict=True)
         members = tuple(rank for lane, part in pairs for rank in lane.pipeline.parts[part].devices)
         loads = home.loads if home.is_needed else {}

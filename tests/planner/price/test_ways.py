@@ -30,6 +30,13 @@ def test_rings_that_leave_a_node_share_its_link() -> None:
     assert way.seconds("gradients", 0, 4) == pytest.approx(size / 2 / 1e8, rel=0.01)
 
 
+@pytest.mark.parametrize(("homes", "times"), [((), 1), ((1, 0, 1, 0), 1), ((3, 0, 1, 0), 1.5), ((1, 0, 0, 0), 2)])
+def test_who_has_least_at_home_gets_the_most(homes: tuple[int, ...], times: float) -> None:
+    stages = [Stage((0,)), Stage((2,))]
+    even, own = (HomeWay(stages, COSTS, TWO_NODES, 1, given).line("gather", 0, 4) for given in ((), homes))
+    assert own == pytest.approx((even.fixed, times * even.slope))
+
+
 def program(*mega_bytes: float) -> ProgramCosts:
     parts = tuple(PartCosts(parameter_bytes=size * (1 << 20)) for size in mega_bytes)
     return ProgramCosts(1, PartCosts(), parts, PartCosts(), (0.0,) * max(0, len(parts) - 1))

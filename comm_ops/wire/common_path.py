@@ -124,16 +124,24 @@ class CommonPath:
         CommError if communication has been ended from here.
         """
         self.check()
-        asking = Wait(what, perf_counter(), self)  # the store may be cut off, as the others may
+        asking = threading.Thread(target=self._ask, args=(what,), daemon=True)
+        asking.start()
+        while asking.is_alive() and not self._cut.is_set():  # a store that is cut off does not answer
+            asking.join(_CUT_SECONDS)
+        self.check()
+
+    def _ask(self, what: str) -> None:
+        wait = Wait(what, perf_counter(), self)  # the store may be cut off, as the others may
         try:
             self._hear_verdict()
             if self.broken is None:
                 self._name_lost(replace(self._standing(), waits_for=what, seconds=0.0))
+        except CommError as error:
+            _log.info("rank %d need not ask any longer where the others are: %s", self.rank, error)
         except RuntimeError:  # the store is gone, with the rank that served it
             _log.info("rank %d cannot ask where the others are: the store is gone", self.rank)
         finally:
-            asking.end()
-        self.check()
+            wait.end()
 
     def _name_lost(self, own: RankStatus) -> None:
         """Leave a verdict on the ranks that have left, or give no sign of life while this one looks."""
@@ -183,7 +191,7 @@ class CommonPath:
         if self._over.is_set() or self._process != os.getpid():
             return
         self._over.set()
-        if self._is_refused or self._silence.is_said:  # there is nobody to tell
+        if self._is_refused or self._silence.is_said or self._cut.is_set():  # there is nobody to tell, or nothing new
             return
         self._thread.join(2 * _LONGEST_PAUSE)
         try:

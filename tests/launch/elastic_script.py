@@ -24,6 +24,11 @@ def steps() -> int:
     return int(sys.argv[1] if sys.argv[1].isdigit() else Path(sys.argv[1]).read_text())
 
 
+def say(line: str) -> None:
+    """Write a line at once: the processes of a machine write to one pipe, and print writes its end by itself."""
+    os.write(1, f"{line}\n".encode())
+
+
 class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -44,19 +49,19 @@ def main() -> None:
     model = hetu_fx.auto_parallelize(net, dict(data[0]), plan=plan, optimizer=optimizer, data="global")
     snapshots = model.hetu.snapshots(optimizer)
     resumed = snapshots.resume()
-    print(f"start rank {rank} of {world} at {resumed.step} from {resumed.source} in {os.getpid()}", flush=True)
+    say(f"start rank {rank} of {world} at {resumed.step} from {resumed.source} in {os.getpid()}")
     step = resumed.step
     while step < steps():
         optimizer.zero_grad()
         model(**data[step % len(data)]).backward()
         optimizer.step()
         step += 1
-        print(f"step {step} of {world}", flush=True)
+        say(f"step {step} of {world}")
         snapshots.step({"batch": step})
         time.sleep(PAUSE_SECONDS)
     total = float(sum(value.sum() for value in model.state_dict().values()))
     snapshots.close()  # the others still read of this one
-    print(f"end {total:.12f}", flush=True)
+    say(f"end {total:.12f}")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from weakref import WeakMethod, finalize, ref
 import torch
 from torch import Tensor, nn
 
+from hetu_fx.annotations.local import index
 from hetu_fx.base.addresses import Contact, rank_addresses
 from hetu_fx.base.per_rank import own
 from hetu_fx.base.torch_private import collectives_begun, version
@@ -37,7 +38,7 @@ from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.memory import drop_cached_full_tensors
 from hetu_fx.switching.home.ops import PARTS
 from hetu_fx.switching.home.pointwise import CAST, is_pointwise
-from hetu_fx.switching.home.tensor import MADE_OF, OPS, HomeTensor, LoneReads, Read, gather_whole, unpack, wrap
+from hetu_fx.switching.home.tensor import MADE_OF, OPS, HomeTensor, LoneReads, Read, gather_whole, wrap
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,18 +92,21 @@ class SharedHomes:
             StateError: another rank has gone on and written it, or does not ask too for a tensor without a name.
             CommError: another rank has ended, or cannot be reached.
         """
-        own, layout, others = host_part(home.local, home.home_layout), home.home_layout, home.home_layout.others
+        own, layout = host_part(home.local, home.home_layout), home.home_layout
         joint = (JOINT, str(self._joint), str(tuple(home.shape)), str(home.dtype)), 0, str(layout.annotation)
         read = of or joint, None
         self._read.keep(read, own.clone())
-        sizes = [sum(box.numel for box, _ in owner.counted_chunks) for owner in others]
-        every = own.new_empty(sum(sizes))
-        for rank, part in enumerate(every.split(sizes)):
-            if rank == self.rank:
-                part.copy_(own)
-            elif part.numel():
+        whole = own.new_empty(layout.shape)
+        for rank, owner in enumerate(layout.others):
+            sizes = [box.numel for box, _ in owner.counted_chunks]
+            if not sizes:
+                continue
+            part = own if rank == self.rank else own.new_empty(sum(sizes))
+            if rank != self.rank:
                 self._ask(rank, [read], part)
-        (whole,) = unpack(every, sizes, [others])
+            for (box, _), values in zip(owner.counted_chunks, part.split(sizes), strict=True):
+                target = whole[index(box)]
+                target.copy_(values.view(target.shape))
         self._joint += of is None
         return whole.to(home.device)
 

@@ -376,11 +376,12 @@ def _gather_flat(homes: Sequence[HomeTensor]) -> list[torch.Tensor]:
     if mine:
         torch.cat(mine, out=parts[rank])
     FlatCollectives(range(world), active(), 0).gather(parts[rank], [(size,) for size in sizes], parts).wait()
-    return unpack(buffer, sizes, layouts)
+    return _unpack(buffer, sizes, layouts)
 
 
-def unpack(buffer: torch.Tensor, sizes: Sequence[int], layouts: Sequence[tuple[HomeLayout, ...]]) -> list[torch.Tensor]:
-    """Return whole tensors from the elements that ranks count of them, rank by rank: so many each."""
+def _unpack(
+    buffer: torch.Tensor, sizes: Sequence[int], layouts: Sequence[tuple[HomeLayout, ...]]
+) -> list[torch.Tensor]:
     wholes = [buffer.new_empty(owners[0].shape) for owners in layouts]
     position = 0
     for rank in range(len(sizes)):

@@ -75,7 +75,7 @@ class Collector:
         # Whole gradients are not kept back under zero 2 and 3: they add up at home.
         self._syncs, self._trained_here = inputs.syncs_gradients or variant.plan.zero >= 2, trained_here
         # A unit's buckets travel while the one before it is passed; more at once would only hold more whole gradients.
-        at_once = BUCKETS_AT_ONCE if units is None else bridge.most_of_unit
+        at_once = BUCKETS_AT_ONCE if units is None else min(BUCKETS_AT_ONCE, bridge.most_of_unit)
         self._most = at_once if variant.plan.lets_gradients_go or units is not None else None
         self._units = units
         self._reduction = self._begun()

@@ -86,7 +86,7 @@ class GoingGradients:
         arriving: the bytes that arrive from others for each byte that is sent.
         bucket: bytes of a bucket.
         largest: bytes of the largest one.
-        at_once: the most that are under way: those of a unit, or as many as zero 2 allows.
+        at_once: the most that are under way.
     """
 
     kept: float
@@ -179,7 +179,8 @@ class HeldShard:
         most, largest = self.unit or self.gradients, self.state.gradient_share * self.footprint.largest
         bucket = min(most, BUCKET_BYTES)
         kept = self.owned / self.parameters if self.parameters else 0.0
-        at_once = math.ceil(self.unit / BUCKET_BYTES) if self.unit else BUCKETS_AT_ONCE
+        of_unit = math.ceil(self.unit / BUCKET_BYTES) if self.unit else BUCKETS_AT_ONCE
+        at_once = min(BUCKETS_AT_ONCE, of_unit)
         return GoingGradients(kept, self._arriving, bucket, min(most, max(bucket, largest)), at_once)
 
     @property

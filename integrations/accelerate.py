@@ -192,17 +192,6 @@ def _refusing_parallel_models(enter: Callable[..., Any]) -> Callable[..., Any]:
     return refusing_parallel_models
 
 
-def _naming_storages(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Make what saves models ask for the tensors of parallel ones when it writes them, and not before."""
-
-    @functools.wraps(save)
-    def naming_storages(*args: Any, **kwargs: Any) -> Any:
-        with named_storages():
-            return save(*args, **kwargs)
-
-    return naming_storages
-
-
 def torch_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return what accelerate has wrapped, as its wrapper has no hooks of its own."""
     wrapped: Optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -239,7 +228,7 @@ register_patch(
 _WHOLE = "a parallel model would be held as a whole by the rank that saves it"
 for _name in ("save_model", "save_state"):
     register_patch(
-        Patch("accelerate", "accelerate.accelerator", "Accelerator", _name, _WHOLE, "1.15", _naming_storages)
+        Patch("accelerate", "accelerate.accelerator", "Accelerator", _name, _WHOLE, "1.15", named_storages())
     )
 register_patch(Patch("accelerate", "accelerate.utils.other", "", "safe_save_file", _WHOLE, "1.15", lambda _: save_file))
 register_patch(

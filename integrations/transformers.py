@@ -31,16 +31,8 @@ from hetu_fx.base.patches import Patch, register_patch
 def _save_streamed(model: nn.Module) -> None:
     """Have a model of transformers save itself a tensor at a time."""
     kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    if kind is None or not isinstance(model, kind):
-        return
-    save = model.save_pretrained
-
-    @functools.wraps(save)
-    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
-        with named_storages():
-            return save(*args, **kwargs)
-
-    object.__setattr__(model, "save_pretrained", save_pretrained)
+    if kind is not None and isinstance(model, kind):
+        object.__setattr__(model, "save_pretrained", named_storages()(model.save_pretrained))
 
 
 register_patch(

@@ -136,10 +136,8 @@ class CommonPath:
             self._hear_verdict()
             if self.broken is None:
                 self._name_lost(replace(self._standing(), waits_for=what, seconds=0.0))
-        except CommError as error:
-            _log.info("rank %d need not ask any longer where the others are: %s", self.rank, error)
-        except RuntimeError:  # the store is gone, with the rank that served it
-            _log.info("rank %d cannot ask where the others are: the store is gone", self.rank)
+        except (CommError, RuntimeError) as error:  # or the store is gone, with the rank that served it
+            _log.info("rank %d asks no longer where the others are: %s", self.rank, error)
         finally:
             wait.end()
 

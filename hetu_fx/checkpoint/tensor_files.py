@@ -303,8 +303,7 @@ def save_file(tensors: Mapping[str, Tensor], filename: str | Path, metadata: Map
     """Write whole tensors to a safetensors file, as `safetensors.torch.save_file` does.
 
     One rank alone may call it; if all do, each writes a file and needs a name of its own. Of tensors of parallel models
-    it holds one whole at a time; the other ranks send their shards. Such a file has the sums of its blocks in its
-    metadata.
+    it holds one whole at a time; the other ranks send their shards. Metadata have the sums of the file's blocks.
 
     Args:
         tensors: plain ones, and those of parallel models and their state dicts, by name.

@@ -88,8 +88,7 @@ def _sync(file: Path) -> None:
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
     """Return what names of one tensor, such as tied parameters, have in common."""
-    place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-    return *place, tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _written(tensor: Tensor) -> Tensor:

@@ -179,8 +179,7 @@ class HeldShard:
         most, largest = self.unit or self.gradients, self.state.gradient_share * self.footprint.largest
         bucket = min(most, BUCKET_BYTES)
         kept = self.owned / self.parameters if self.parameters else 0.0
-        of_unit = math.ceil(self.unit / BUCKET_BYTES) if self.unit else BUCKETS_AT_ONCE
-        at_once = min(BUCKETS_AT_ONCE, of_unit)
+        at_once = min(BUCKETS_AT_ONCE, math.ceil(self.unit / BUCKET_BYTES) or BUCKETS_AT_ONCE)
         return GoingGradients(kept, self._arriving, bucket, min(most, max(bucket, largest)), at_once)
 
     @property

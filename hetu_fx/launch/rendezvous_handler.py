@@ -263,7 +263,7 @@ class HetuRendezvous(RendezvousHandler):
         if gone or known.reason:
             return "lost", known.reason or f"machines {_shown(gone)} are gone"
         if not known.can_put_out({*known.member_nodes} - self._at.silent):  # the network may be cut around the store
-            return "lost", f"nothing is heard of machines {_shown(sorted(self._at.silent))}, which may go on elsewhere"
+            return "lost", f"machines {_shown(sorted(self._at.silent))} do not answer, and may continue elsewhere"
         return ("join", "") if known.waiting(me, self._most) else ("", "")
 
     def why_closed(self) -> str:

@@ -142,7 +142,7 @@ def test_the_node_that_serves_the_store_says_so_where_it_hears_none_of_two_other
         for handler in three[1:]:
             end_without_a_word(handler)
         until(lambda: three[0].news()[0] == "lost")
-        assert "nothing is heard of machines" in three[0].news()[1]
+        assert "do not answer" in three[0].news()[1]
 
 
 def die(handler: HetuRendezvous) -> None:

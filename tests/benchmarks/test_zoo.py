@@ -37,6 +37,7 @@ from benchmarks.kit.forks import Tell
 from benchmarks.zoo import __main__ as zoo
 from benchmarks.zoo import beyond
 from benchmarks.zoo.libraries import LIBRARIES, Library
+from tests.ranks.capture_store import FOLDER as CAPTURES
 
 SELECTION = {
     "timm: mlp_mixer.MlpMixer": "TP2",
@@ -178,7 +179,8 @@ def test_a_family_is_tried_by_processes_as_by_one() -> None:
 
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-def test_a_process_that_ends_is_a_crash_of_its_family() -> None:
+def test_a_process_that_ends_is_a_crash_of_its_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CAPTURES)  # each rank captures: what the other has kept would spare it its end
     family = Family("ends", "net", Ending, lambda rows, length: {"x": torch.randn(rows, 3)}, micro_batches=1)
     heard = tried([family], ("DP 3:1",), asked(), Way("processes", try_as_processes, WORLD, SILENCE))[family.name]
     assert verdict(family, heard, "DP 3:1").kind == CRASH

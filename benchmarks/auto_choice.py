@@ -38,7 +38,6 @@ from benchmarks.kit.smallest import few, least
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import broadcast_from_rank0, from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.device_orders import Space
@@ -47,6 +46,7 @@ from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
+from hetu_fx_emulate.emulate import EmulateSpec
 
 SPEEDS = (0.8, 0.4, 0.2, 0.2)
 EQUAL = (0.45,) * len(SPEEDS)

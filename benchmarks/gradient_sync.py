@@ -27,9 +27,9 @@ from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.plans.homes import make_home_layouts
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
+from hetu_fx_emulate.emulate import EmulateSpec
 
 WORLD, NODES, LINK_BITS_PER_SECOND = 4, 2, 100e6
 SHAPE, BUCKET_BYTES = (256, 1024), 2 << 20

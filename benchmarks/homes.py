@@ -22,11 +22,11 @@ from benchmarks.kit.models import Size, batch, llama, num_parameters
 from benchmarks.kit.report import Bar, finish, median_ratio
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import all_gather_object
-from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.price.step_end import ParameterHome, home_end_seconds, owned_bytes, update_seconds_per_byte
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.rehome import UpdateTimes, parameter_homes
 from hetu_fx.switching.step.timer import find_clock
+from hetu_fx_emulate.emulate import EmulateSpec
 
 SPEEDS = (0.5, 0.25, 0.125)
 SIZE = Size(width=832, layers=4, rows=7, tokens=16)

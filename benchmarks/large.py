@@ -34,8 +34,8 @@ from benchmarks.kit.models import Size, batch, llama
 from benchmarks.kit.report import Bar, Part, Row, finish
 from benchmarks.kit.smallest import few, is_smallest
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.launch.emulate.emulate import EmulateSpec, run
 from hetu_fx.plans.plan import Plan
+from hetu_fx_emulate.emulate import EmulateSpec, run
 
 MB = 1 << 20
 SIZES = {"smallest": Size(64, 2, 4, 16), "full": Size(1536, 10, 4, 64), "quick": Size(768, 10, 4, 64)}
@@ -58,11 +58,14 @@ def main() -> int:
     """Measure in processes, and judge."""
     made = worker_parser("large", "A model larger than any device, from meta to a checkpoint.")
     made.add_argument("--part", choices=["unequal", "even"], help="this alone (default: both)")
-    made.add_argument("--contestant", choices=CONTESTANTS, help="what a worker trains with; none: all, timed")
+    made.add_argument("--contestant", choices=CONTESTANTS, help="what a worker trains with")
+    made.add_argument("--against", choices=CONTESTANTS, help="what a worker times zero 3 beside")
     made.add_argument("--limits", type=int, nargs="*", default=[], help="MB of memory of each device")
     options = made.parse_args()
     size = "smallest" if is_smallest() else "quick" if options.quick else "full"
     if options.worker is not None:
+        if options.against:
+            return time_beside(options.against, options.worker, SIZES[size])
         return work(options.worker, SIZES[size], options.contestant, options.limits)
     parts: Mapping[str, Callable[[str], Part]] = {"unequal": unequal, "even": even}
     found = [parts[name](size) for name in ([options.part] if options.part else parts)]
@@ -86,35 +89,42 @@ def even(size: str) -> Part:
     """Train on devices without limits."""
     rows = [row for name in ("hetu_fx", "zero 1", "FSDP2") for row in contest(size, name, ())]
     peaks = {name: max(_peaks(name, rows)) for name in ("hetu_fx", "FSDP2")}
-    timed = contest(size, None, ())
-    seconds = {str(row["contestant"]): float(str(row["seconds"])) for row in timed}
+    rivals = {"FSDP2": STEP_BAR, "zero 1": ZERO_BAR}
+    timed = {name: in_processes(size, ["--against", name], ())[0] for name in few(tuple(rivals))}
     return [
         Bar("peak against FSDP2's", peaks["hetu_fx"] / peaks["FSDP2"], PEAK_BAR, at_least=False),
-        Bar("step against FSDP2's", seconds["hetu_fx"] / seconds["FSDP2"], STEP_BAR, at_least=False),
-        Bar("step against zero 1's", seconds["hetu_fx"] / seconds["zero 1"], ZERO_BAR, at_least=False),
-    ], [*rows, *timed]
+        *(
+            Bar(f"step against {name}'s", float(str(row.get("ratio", "inf"))), rivals[name], at_least=False)
+            for name, row in timed.items()
+        ),
+    ], [*rows, *timed.values()]
 
 
 def _peaks(contestant: str, rows: Sequence[Row]) -> list[float]:
-    return [float(str(row["peak MB"])) for row in rows if row["contestant"] == contestant]
+    return [float(str(row.get("peak MB", "inf"))) for row in rows if row["contestant"] == contestant]
 
 
-def contest(size: str, contestant: str | None, limits: Sequence[int]) -> list[Row]:
-    """Run workers; give their rows, or one that says that they died. `contestant` None: time all."""
+def contest(size: str, contestant: str, limits: Sequence[int]) -> list[Row]:
+    """Train by one contestant under glibc's fixed thresholds; give each rank's row, or one that says that they died."""
+    return in_processes(size, ["--contestant", contestant], limits, FIXED)
+
+
+def in_processes(size: str, chosen: Sequence[str], limits: Sequence[int], settings: Sequence[str] = ()) -> list[Row]:
+    """Run workers; give their rows, or one that says that they died."""
     spec = EmulateSpec(speeds=(0.45,) * 4, memory=tuple(limit * MB for limit in limits))
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         given = ["--worker", str(result), *(["--quick"] if size == "quick" else [])]
-        given += ["--contestant", contestant] if contestant else []
+        given += chosen
         given += ["--limits", *map(str, limits)] if limits else []
-        command = [*(["env", *FIXED] if contestant else []), sys.executable, "-m", "benchmarks.large", *given]
+        command = ["env", *settings, sys.executable, "-m", "benchmarks.large", *given]
         if is_smallest():
             run_in_forks("large", given, spec)
         status = 0 if is_smallest() else run(spec, command, timeout_seconds=1800)
         if status or not result.exists():
-            return [{"contestant": str(contestant), "status": f"died, status {status}"}]
+            return [{"contestant": chosen[1], "status": f"died, status {status}"}]
         rows: list[Row] = json.loads(result.read_text())
-        if contestant == "hetu_fx":
+        if "hetu_fx" in chosen:
             loss = loss_of(LlamaForCausalLM.from_pretrained(Path(folder) / "saved"), data(SIZES[size])).item()
             rows = [{**row, "loss as read": loss} for row in rows]
     return rows
@@ -125,12 +135,9 @@ def data(size: Size) -> dict[str, Tensor]:
     return batch(size.rows, size.tokens)
 
 
-def work(result: Path, size: Size, contestant: str | None, limits: Sequence[int]) -> int:
+def work(result: Path, size: Size, contestant: str, limits: Sequence[int]) -> int:
     """Be one rank."""
     with in_fleet():
-        if contestant is None:
-            write_result(result, timed_steps(size))
-            return 0
         say(f"{contestant}: {size}")
         lines: list[Row | None] = [None] * world_here()
         dist.all_gather_object(lines, measured(contestant, size, limits, result.parent / "saved"))
@@ -138,17 +145,19 @@ def work(result: Path, size: Size, contestant: str | None, limits: Sequence[int]
     return 0
 
 
-def timed_steps(size: Size) -> list[Row]:
-    """Time all contestants in turns."""
-    makers = {"hetu_fx": replicas(3), "zero 1": replicas(1), "FSDP2": sharded}
-    seconds = run_rounds({name: make(size)[0] for name, make in makers.items()}, rounds=ROUNDS)
-    return [{"contestant": name, "seconds": statistics.median(own)} for name, own in seconds.items()]
+def time_beside(rival: str, result: Path, size: Size) -> int:
+    """Be one rank that times zero 3 and a rival in turns: three trainings at once would not fit a machine of 24 GB."""
+    with in_fleet():
+        seconds = run_rounds({name: MAKERS[name](size)[0] for name in ("hetu_fx", rival)}, rounds=ROUNDS)
+        medians = {name: statistics.median(own) for name, own in seconds.items()}
+        row = {"seconds": medians["hetu_fx"], "against": rival, "its seconds": medians[rival]}
+        write_result(result, [{**row, "ratio": medians["hetu_fx"] / medians[rival]}])
+    return 0
 
 
 def measured(contestant: str, size: Size, limits: Sequence[int], folder: Path) -> Row:
     """Train for a few steps, and tell this process's peak; hetu_fx saves, too."""
-    makers = {"hetu_fx": replicas(3), "zero 1": replicas(1), "FSDP2": sharded, "DDP": replicated}
-    make = makers[contestant]
+    make = MAKERS[contestant]
     trained(make, replace(size, width=NARROW))
     plan = planned(size, limits) if contestant == "hetu_fx" else Plan.single()
     gc.collect()
@@ -218,7 +227,7 @@ def by(plan: Plan) -> Maker:
 
 def replicas(zero: int) -> Maker:
     """Make a maker of hetu_fx's training on equal replicas."""
-    return by(Plan.data_parallel(world_here(), zero=zero))
+    return lambda size: by(Plan.data_parallel(world_here(), zero=zero))(size)
 
 
 def sharded(size: Size) -> Made:
@@ -254,6 +263,8 @@ def own_rows(size: Size) -> dict[str, Tensor]:
 def unsaved(folder: Path) -> None:
     """Save nothing: it is compared by its steps."""
 
+
+MAKERS: Mapping[str, Maker] = {"hetu_fx": replicas(3), "zero 1": replicas(1), "FSDP2": sharded, "DDP": replicated}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,12 +23,12 @@ from benchmarks.kit.memory import Recorded, measured_step, recording
 from benchmarks.kit.models import Size, batch, gpt2, llama
 from benchmarks.kit.report import Bar, Row, finish
 from benchmarks.kit.smallest import few
-from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.price.placement import device_bytes
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.captures import Programs
+from hetu_fx_emulate.emulate import EmulateSpec
 
 RANKS = 4
 BLOCKS = 4

@@ -53,11 +53,11 @@ from benchmarks.lengths.rounds import (
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.dispatch.assignment import Batching
 from hetu_fx.planner.dispatch.policies import EarliestFinish, HotSPa, Hydraulis, SequencePolicy
 from hetu_fx.program.captures import Programs
+from hetu_fx_emulate.emulate import EmulateSpec
 
 SPEEDS = (0.45,) * 4
 BAR = 1.9  # Hydraulis' paper reports 1.32 to 2.66 against the best static plan

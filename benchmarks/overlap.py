@@ -26,10 +26,10 @@ from benchmarks.kit.report import Bar, finish
 from benchmarks.kit.smallest import few
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.switching.step import compiled_plans
 from hetu_fx.transforms.lowering.overlap_products import Overlap
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
+from hetu_fx_emulate.emulate import EmulateSpec
 
 SIZE = Size(width=1024, layers=1, rows=16, tokens=128)
 WITHOUT, BACKWARD, SLICES = "one after the other", "backward beside", "and slices"

@@ -45,7 +45,6 @@ from examples.demo.settings import FULL
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import all_gather_object, broadcast_from_rank0, from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.api import OwnBlocks, measure_on_blocks
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.make_plan import make_plan
@@ -55,6 +54,7 @@ from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.tables import short_text
 from hetu_fx.program.captures import Programs
+from hetu_fx_emulate.emulate import EmulateSpec
 
 BAR = 0.10
 CHECK_SECONDS = 1.0  # of blocks, before each step

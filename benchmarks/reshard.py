@@ -17,7 +17,7 @@ from benchmarks.cases.reshard import ACROSS, ITEMSIZE, Case, one_node
 from benchmarks.kit.fleet import run_workers, worker_parser
 from benchmarks.kit.report import Bar, Row, finish, median_ratio
 from benchmarks.workers.reshard import DTENSOR, FLAT, GATHERED, LEVELS, PADDED, RESOLVED, work
-from hetu_fx.launch.emulate.emulate import EmulateSpec
+from hetu_fx_emulate.emulate import EmulateSpec
 
 LINK_BITS_PER_SECOND = 100e6
 SUM_BAR, HAND_OVER_BAR, BYTES_BAR = 1.3, 1.7, 1.0

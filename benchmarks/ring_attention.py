@@ -27,8 +27,8 @@ from benchmarks.kit.fleet import run_workers, worker_parser
 from benchmarks.kit.report import Bar, Row, finish, median_ratio
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.plans.plan import Plan
+from hetu_fx_emulate.emulate import EmulateSpec
 
 WORLD, LINK_BITS_PER_SECOND, SPEED = 2, 100e6, 0.4
 HEADS, WIDTH = 4, 256

@@ -34,12 +34,12 @@ from benchmarks.kit.models import Size, batch, llama, num_parameters
 from benchmarks.kit.report import Bar, Row, finish
 from benchmarks.kit.throttle import ThrottleClock
 from hetu_fx.comm_ops.wire.consensus import all_gather_object, broadcast_from_rank0
-from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.simulate.simulate import simulated_seconds
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.adapt.health import HealthTracker
+from hetu_fx_emulate.emulate import EmulateSpec
 
 SPEED = 0.5  # any two devices fit one core, so that none is slow for standing beside another
 WORLD = 3

@@ -22,8 +22,8 @@ from benchmarks.kit.contest import Step, adamw, run_rounds, timed, train_step
 from benchmarks.kit.fleet import in_fleet, run_workers, say, worker_parser, write_result
 from benchmarks.kit.models import Size, batch, llama, num_parameters
 from benchmarks.kit.report import Bar, Row, finish, median_ratio
-from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.switching.adapt.health import HealthTracker
+from hetu_fx_emulate.emulate import EmulateSpec
 
 SPEEDS = (0.8, 0.4, 0.2, 0.2)
 SIZE = Size(width=256, layers=4, rows=64, tokens=256)

@@ -21,10 +21,10 @@ from benchmarks.kit.report import Bar, Row, finish
 from benchmarks.kit.smallest import few
 from benchmarks.predicted import Workload
 from hetu_fx.comm_ops.wire.consensus import broadcast_from_rank0
-from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.stage import Pipeline, Stage
+from hetu_fx_emulate.emulate import EmulateSpec
 
 BAR = 0.15
 """How far off a prediction may be."""

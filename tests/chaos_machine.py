@@ -12,8 +12,8 @@ from pathlib import Path
 
 from hetu_fx.checkpoint.snapshot_folders import SHARED_MEMORY
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.launch.emulate.cleanup import remove_run, run_name
-from hetu_fx.launch.emulate.limits import (
+from hetu_fx_emulate.cleanup import remove_run, run_name
+from hetu_fx_emulate.limits import (
     Affinity,
     cgroup_bases,
     controller_settings,
@@ -21,7 +21,7 @@ from hetu_fx.launch.emulate.limits import (
     rank_folders,
     this_limiter,
 )
-from hetu_fx.launch.emulate.spec import EmulateSpec
+from hetu_fx_emulate.spec import EmulateSpec
 from tests.chaos_record import ChaosError, Span
 
 CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000  # linux/sched.h

@@ -14,9 +14,10 @@ import yaml
 from hetu_fx.base.frameworks import NEWEST
 
 ROOT = Path(__file__).parents[1]
+BESIDE = {"hetu_fx_align", "hetu_fx_emulate"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES: list[str] = PROJECT["tool"]["setuptools"]["packages"]
-FOLDERS: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"] | {"hetu_fx_align": "hetu_fx_align"}
+FOLDERS: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"] | {name: name for name in BESIDE}
 
 
 def packages_in(folder: Path, name: str) -> set[str]:
@@ -41,7 +42,7 @@ def test_every_folder_with_code_is_a_package(package: str) -> None:
 
 
 def test_only_our_packages_are_installed() -> None:
-    assert {package.split(".")[0] for package in PACKAGES} == {"hetu_fx", "hetu_fx_align"}
+    assert {package.split(".")[0] for package in PACKAGES} == {"hetu_fx", *BESIDE}
 
 
 def test_tests_are_no_package() -> None:
@@ -53,7 +54,7 @@ def test_every_link_of_the_makefile_is_a_mapped_folder_that_git_ignores() -> Non
     makefile = (ROOT / "Makefile").read_text()
     line = next(line for line in makefile.splitlines() if line.startswith("LINKED := "))
     linked = line.removeprefix("LINKED := ").split()
-    assert sorted(linked) == sorted(set(FOLDERS.values()) - {"hetu_fx", "hetu_fx_align"})
+    assert sorted(linked) == sorted(set(FOLDERS.values()) - {"hetu_fx", *BESIDE})
     assert {f"/hetu_fx/{name}" for name in linked} <= set((ROOT / ".gitignore").read_text().split())
 
 
@@ -104,7 +105,7 @@ def test_the_citation_names_the_licence_of_the_package() -> None:
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
 
 
-@pytest.mark.parametrize("package", ["hetu_fx", "hetu_fx_align"])
+@pytest.mark.parametrize("package", ["hetu_fx", *sorted(BESIDE)])
 def test_the_typing_marker_is_shipped(package: str) -> None:
     assert (ROOT / package / "py.typed").is_file()
     assert PROJECT["tool"]["setuptools"]["package-data"][package] == ["py.typed"]

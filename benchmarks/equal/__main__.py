@@ -17,7 +17,7 @@ from benchmarks.equal.contest import Contest, Found
 from benchmarks.kit.fleet import in_fleet, run_workers, worker_parser, write_result
 from benchmarks.kit.report import Bar, finish
 from benchmarks.kit.smallest import few
-from hetu_fx.launch.emulate.emulate import EmulateSpec
+from hetu_fx_emulate.emulate import EmulateSpec
 
 ROUNDS, QUICK_ROUNDS = 15, 5
 MEMORY = "memory"  # of a model that is too slow to be timed

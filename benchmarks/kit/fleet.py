@@ -35,10 +35,10 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.links import groups_to_time, time_collectives
 from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.launch.emulate.emulate import EmulateSpec, change_speed, current_speeds, run
 from hetu_fx.planner.price.stage_seconds import stage_costs
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
+from hetu_fx_emulate.emulate import EmulateSpec, change_speed, current_speeds, run
 
 MakeModel = Callable[[], nn.Module]
 Batch = Mapping[str, Tensor]

@@ -40,8 +40,8 @@ from benchmarks.kit.smallest import least
 from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.peers.memory import Peers
-from hetu_fx.launch.emulate.emulate import EmulateSpec, Output
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx_emulate.emulate import EmulateSpec, Output
 
 BLOCKS, WIDTH = 12, 8
 FEW, MANY = 1, 9  # micro-batches

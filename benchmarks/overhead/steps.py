@@ -24,9 +24,9 @@ from benchmarks.kit.models import Size, batch, llama
 from benchmarks.kit.report import Bar, Part, Row, median_ratio
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.graph.bind import GivenBatch
-from hetu_fx.launch.emulate.emulate import EmulateSpec, Output
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
+from hetu_fx_emulate.emulate import EmulateSpec, Output
 
 Seconds = dict[str, list[float]]
 """Of each round, by contestant."""

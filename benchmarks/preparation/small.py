@@ -15,7 +15,7 @@ from benchmarks.kit.fleet import run_workers
 from benchmarks.kit.report import Bar, Part, Row
 from benchmarks.kit.smallest import least
 from benchmarks.preparation.script import DDP, OURS, Marks
-from hetu_fx.launch.emulate.emulate import EmulateSpec
+from hetu_fx_emulate.emulate import EmulateSpec
 
 PARALLEL_BAR, STEPS_BAR = 1.2, 1.10
 ROUNDS, QUICK_ROUNDS = 5, 2

@@ -23,7 +23,6 @@ from benchmarks.programs.priced import by_speed, run_seconds
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import all_gather_object, broadcast_from_rank0, from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.search.problem import Problem, seconds_by_costs
 from hetu_fx.planner.searches import HAP
@@ -31,6 +30,7 @@ from hetu_fx.planner.values.options import Choice, PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
+from hetu_fx_emulate.emulate import EmulateSpec
 
 MEASURE_SECONDS = 1.0  # how long devices are measured: several periods of a quota
 PROFILE_ROWS, PROFILE_ROUNDS = 6, 4

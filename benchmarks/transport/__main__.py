@@ -16,7 +16,7 @@ import torch
 from benchmarks.kit.fleet import in_fleet, run_workers, worker_parser, write_result
 from benchmarks.kit.report import Bar, Row, finish
 from benchmarks.transport import composed, messages
-from hetu_fx.launch.emulate.emulate import EmulateSpec
+from hetu_fx_emulate.emulate import EmulateSpec
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import get_args
 
 from examples.demo.demo import DEFAULT_FOLDER, run_demo
 from hetu_fx.errors import HetuFxError
-from hetu_fx.launch.emulate.emulation_plan import LimitChoice
+from hetu_fx_emulate.emulation_plan import LimitChoice
 
 
 def main() -> int:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from examples.demo.settings import DemoSettings, settings_for
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.launch.emulate.emulate import EmulateSpec, Output, plan_run, run
-from hetu_fx.launch.emulate.emulation_plan import LimitChoice
-from hetu_fx.launch.emulate.limits import Affinity, Limiter, num_cores
+from hetu_fx_emulate.emulate import EmulateSpec, Output, plan_run, run
+from hetu_fx_emulate.emulation_plan import LimitChoice
+from hetu_fx_emulate.limits import Affinity, Limiter, num_cores
 
 if TYPE_CHECKING:
     from examples.demo.report import Comparison, Loaded

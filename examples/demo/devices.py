@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from examples.demo.settings import DemoSettings
-from hetu_fx.launch.emulate.emulate import change_speed, current_cores, current_speeds
+from hetu_fx_emulate.emulate import change_speed, current_cores, current_speeds
 
 # Ends with its parent, or after its time, whatever happens.
 _COMPETITOR = """

@@ -1,4 +1,4 @@
-"""What people and files give: checks of numbers and keys, each with what to give instead, and sizes in bytes."""
+"""What people and files give: checks of numbers and keys, each with what to give instead, sizes in bytes, and rates."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Hashable, Iterable
 from typing import Literal, TypeVar, get_args
 
 from hetu_fx.base.documents import nearest
-from hetu_fx.errors import HetuFxError
+from hetu_fx.errors import EnvironmentProblem, HetuFxError
 
 Source = Literal["measured", "given", "estimate"]
 """Where a figure comes from: a measurement, whoever wrote it down, or public figures and counts."""
 
 SOURCES: tuple[str, ...] = get_args(Source)
+
+_RATE_FACTORS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 K = TypeVar("K", bound=Hashable)
 
@@ -53,3 +55,19 @@ def size_parts(text: str, kilo: int) -> tuple[str, int] | None:
     if match is None:
         return None
     return match[1], (1024 if match[3] else kilo) ** (" KMGT".index((match[2] or " ").upper()))
+
+
+def parse_rate(text: str) -> float:
+    """Read "200mbit" as bits per second."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmg]?bit)(?:/s|ps)?\s*", text, flags=re.IGNORECASE)
+    if match is None:
+        raise EnvironmentProblem(f"link rate {text!r} is not a rate\nhint: write it like 200mbit or 1gbit")
+    return number_in(match[1], "link rate") * _RATE_FACTORS[match[2].lower()]
+
+
+def number_in(text: str, what: str) -> float:
+    """Read a number, or say what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        raise EnvironmentProblem(f"{what} {text.strip()!r} is not a number") from None

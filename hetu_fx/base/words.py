@@ -1,7 +1,8 @@
-"""Numbers as people write them: seconds, bytes, shares, and ranks of many devices."""
+"""Numbers as people write them: seconds, bytes, shares, ranks of many devices, and how processes end."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -84,3 +85,13 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 def _run_text(run: Sequence[int]) -> str:
     return f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
+
+
+def exit_text(code: int) -> str:
+    """Say how a process ended that has this exit code: -n is that of signal n."""
+    if code > 0:
+        return f"ended with status {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name if code else 'itself'}"
+    except ValueError:
+        return f"was ended by signal {-code}"

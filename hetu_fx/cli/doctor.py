@@ -19,12 +19,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import assert_never
 
 from hetu_fx.base.documents import nearest
 from hetu_fx.base.frameworks import above_tested, numbers, upper_bound
 from hetu_fx.cli.finding import Finding, conclusion, make_finding
-from hetu_fx.launch.emulate.limits import Affinity, CgroupV1, CgroupV2, this_limiter
+from hetu_fx_emulate.command import nodes_text, speeds_text
 
 PACKAGES = ("hetu-fx", "torch", "numpy", "scipy", "safetensors", "transformers", "accelerate", "rich", "matplotlib")
 
@@ -44,8 +43,8 @@ def _environment() -> dict[str, str]:
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
         "devices": ", ".join(_device_names()),
         "collectives": ", ".join(_backends()) or "none",
-        "emulated speeds": _speeds(),
-        "emulated nodes": _nodes(),
+        "emulated speeds": speeds_text(),
+        "emulated nodes": nodes_text(),
     }
 
 
@@ -69,26 +68,6 @@ def _backends() -> list[str]:
         "mpi": dist.is_mpi_available(),
     }
     return [name for name, there in known.items() if there]
-
-
-def _speeds() -> str:
-    limiter = this_limiter()
-    match limiter:
-        case CgroupV1(cpu, memory):
-            return f"CPU quotas{'' if memory is None else ' and memory limits'} (cgroups version 1, {cpu})"
-        case CgroupV2(base):
-            return f"CPU quotas and memory limits (cgroups version 2, {base})"
-        case Affinity(reason):
-            return f"CPU affinity only: {reason}"
-        case _:
-            assert_never(limiter)
-
-
-def _nodes() -> str:
-    missing = [tool for tool in ("ip", "tc", "nsenter") if shutil.which(tool) is None]
-    if missing:
-        return f"no: {', '.join(missing)} not found"
-    return "yes" if os.geteuid() == 0 else "no: needs root"
 
 
 LEAST_MEMORY, LEAST_SHARED = 1 << 30, 256 << 20  # bytes: below these people have seen processes killed

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
-from typing import get_args
 
 from hetu_fx.base.words import bytes_text
 from hetu_fx.cli.doctor import add_doctor, call_doctor, call_env
@@ -26,10 +25,8 @@ from hetu_fx.cli.plan import add_plan, call_plan, more_of_plan
 from hetu_fx.cli.simulate import add_simulate, call_simulate
 from hetu_fx.cli.verify import add_verify, call_verify
 from hetu_fx.errors import EnvironmentProblem, HetuFxError
-from hetu_fx.launch.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
-from hetu_fx.launch.emulate.emulation_plan import LimitChoice
-from hetu_fx.launch.emulate.spec import parse_memory, parse_rate, parse_speeds
 from hetu_fx.launch.job import NO_RUN_ID, LaunchSpec, NodesSpec
+from hetu_fx_emulate.command import add_emulate, call_emulate
 
 IDLE_MINUTES = 10.0
 
@@ -114,62 +111,6 @@ class Command:
     add: Callable[[argparse.ArgumentParser], None] | None
     call: Callable[[argparse.Namespace, Sequence[str]], int]
     more: Callable[[], str] = str
-
-
-def _add_emulate(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `hetu-fx emulate`."""
-    parser.usage = "hetu-fx emulate --speeds 0.8,0.4,0.2,0.2 [options] -- COMMAND ..."
-    parser.add_argument("--speeds", type=parse_speeds, metavar="S,S,...", help="cores per rank")
-    parser.add_argument(
-        "--memory",
-        type=parse_memory,
-        default=(),
-        metavar="M,M,...",
-        help="memory limit per rank, like 2G,512M,- (-: none)",
-    )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="spread the ranks over N nodes")
-    parser.add_argument("--link", type=parse_rate, metavar="RATE", help="bandwidth between nodes, like 200mbit")
-    parser.add_argument("--only-rank", type=int, metavar="R", help="show the output of this rank only")
-    parser.add_argument("--no-prefix", action="store_true", help="do not prefix lines with their rank")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end all ranks after this time")
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="time for the other ranks to exit after one fails (default: %(default)g)",
-    )
-    parser.add_argument("--limit", choices=get_args(LimitChoice), default="auto", help="how speeds are enforced")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
-    parser.add_argument("--json", action="store_true", help="with --dry-run: print it as JSON")
-    parser.add_argument("--set", metavar="RANK=SPEED", help="change the speed of a rank of the running emulation")
-
-
-def _call_emulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Run `hetu-fx emulate`; the status is the command's."""
-    if options.set is not None:
-        change_speed(*_rank_and_speed(options.set))
-        return 0
-    if options.speeds is None:
-        raise EnvironmentProblem("no speeds given\nhint: name one per rank, e.g. --speeds 0.8,0.4,0.2,0.2")
-    spec = EmulateSpec(
-        speeds=options.speeds,
-        memory=options.memory,
-        num_nodes=options.nodes,
-        link_bits_per_second=options.link,
-    )
-    if options.dry_run:
-        lines = list(plan_run(spec, limit=options.limit).lines(rest))
-        print(json.dumps(lines, indent=2) if options.json else "\n".join(lines))
-        return 0
-    return run(
-        spec,
-        rest,
-        output=Output(prefix=not options.no_prefix, only_rank=options.only_rank),
-        timeout_seconds=options.timeout,
-        grace_seconds=options.grace,
-        limit=options.limit,
-    )
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -301,7 +242,7 @@ def _call_launch(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 COMMANDS = {
-    "emulate": Command("run a command on unequal emulated devices of this machine", _add_emulate, _call_emulate),
+    "emulate": Command("run a command on unequal emulated devices of this machine", add_emulate, call_emulate),
     "measure": Command("measure devices, links and a model's blocks, for plan", add_measure, call_measure),
     "profile": Command("count what a step of a model costs, for plan; runs nothing", add_profile, call_profile),
     "plan": Command("make a plan for devices that need not be there, or show one", add_plan, call_plan, more_of_plan),
@@ -374,10 +315,3 @@ def _with_dashes(word: str) -> str:
         return word
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value
-
-
-def _rank_and_speed(text: str) -> tuple[int, float]:
-    rank, equals, speed = text.partition("=")
-    if not (equals and rank.strip().isdecimal()):
-        raise EnvironmentProblem(f"{text!r} is not a rank and its speed\nhint: write it like --set 2=0.1")
-    return int(rank), parse_speeds(speed)[0]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hetu_fx.base.checks import parse_rate
 from hetu_fx.base.documents import json_text
 from hetu_fx.base.progress import telling
 from hetu_fx.base.words import ranks_text, rate_text, seconds_text
@@ -21,7 +22,6 @@ from hetu_fx.cli.files import NAMES, add_files, read_files
 from hetu_fx.cli.given import check_folder
 from hetu_fx.cli.what_if import add_changes, apply_what_if, change_lines, changes_text, differences, with_link
 from hetu_fx.errors import PlanError
-from hetu_fx.launch.emulate.spec import parse_rate
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.tables import short_text
 from hetu_fx.show.table import print_table

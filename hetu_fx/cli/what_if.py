@@ -7,10 +7,10 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from hetu_fx.base.checks import parse_rate
 from hetu_fx.base.words import ranks_text, seconds_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import ClusterError
-from hetu_fx.launch.emulate.spec import parse_rate
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.tables import have_few_devices, rows_text, short_text
 from hetu_fx.show.table import table_text

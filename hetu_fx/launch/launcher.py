@@ -20,9 +20,9 @@ from types import FrameType
 from typing import Any
 
 from hetu_fx.base.cgroups import MemoryKills
+from hetu_fx.base.words import exit_text
 from hetu_fx.checkpoint.snapshot_folders import JOB_VARIABLE
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.launch.emulate.processes import describe_exit
 from hetu_fx.launch.job import NO_RUN_ID, LaunchSpec, Message, MessageChannel, WorkerProcess, start_worker, verdicts
 from hetu_fx.launch.launch_rounds import OUT_OF_REACH_STATUS, LaunchRound, LocalRounds, NodeRounds
 from hetu_fx.report.sinks import JsonLines
@@ -174,7 +174,7 @@ class JobLauncher:
         """Judge why a process has ended: by its own error, or lost."""
         code = os.waitstatus_to_exitcode(os.waitpid(worker.process, 0)[1])
         if code > 0 and not worker.verdict:
-            self._end_with(code, f"{worker.name} {describe_exit(code)}")
+            self._end_with(code, f"{worker.name} {exit_text(code)}")
             return
         reason = self._tell_lost(worker, code, worker.gone_at or seen)
         self._count_loss(reason)
@@ -193,10 +193,10 @@ class JobLauncher:
     def _reason(self, worker: WorkerProcess, code: int) -> str:
         """Say why a process is lost that has ended with an exit code, -n for signal n."""
         if worker.verdict or code != -signal.SIGKILL:
-            return worker.verdict or f"{worker.name} {describe_exit(code)}"
+            return worker.verdict or f"{worker.name} {exit_text(code)}"
         cgroup = self._memory_kills.cgroup_of(worker.process)
         by = "" if cgroup is None else f", by the kernel: memory has run out in its cgroup {cgroup}"
-        return f"{worker.name} {describe_exit(code)}{by}"
+        return f"{worker.name} {exit_text(code)}{by}"
 
     def _count_loss(self, reason: str) -> None:
         self.losses += 1

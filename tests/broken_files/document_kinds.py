@@ -13,7 +13,6 @@ import torch
 from examples.demo.record import RunRecord, StepRecord, Throughput
 from hetu_fx.base.records import Document
 from hetu_fx.check.kept import Answer, KeptAnswers
-from hetu_fx.launch.emulate.emulate import current_cores, current_speeds
 from hetu_fx.planner.values.profile_file import BlockTime, Profile, Slowdown
 from hetu_fx.plans.plan import Plan
 from hetu_fx.report.page import report_json
@@ -24,6 +23,7 @@ from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 from hetu_fx_align.call import Call
 from hetu_fx_align.losses import read_losses
 from hetu_fx_align.saved import read_call, save_call
+from hetu_fx_emulate.emulate import current_cores, current_speeds
 from tests.broken_files.kind import Kind, Promise
 from tests.broken_files.trained import plain
 from tests.planner.examples import paper, transformer

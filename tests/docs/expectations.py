@@ -133,7 +133,7 @@ EXPECTATIONS = (
     _of("an error instead of a hang where ranks take different paths",
         "script: calls backward on rank 0 alone", "script: makes one step more on rank 0 than on the others"),
     _of("a clean exit: no processes, groups or files are left",
-        "launch/emulate/test_emulate_ranks.py::test_a_killed_emulator_leaves_nothing_either",
+        "hetu_fx_emulate/test_emulate_ranks.py::test_a_killed_emulator_leaves_nothing_either",
         "checkpoint/test_snapshots.py::test_a_finished_run_frees_the_memory_and_a_failed_one_does_not"),
     _of("importing it has no effect on others",
         "base/test_frameworks.py::test_importing_the_package_loads_no_integration"),

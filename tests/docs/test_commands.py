@@ -31,7 +31,7 @@ class Held:
 
 
 DOCTOR = Held(by="cli/test_doctor.py::test_this_machine_is_looked_at_and_told_as_lines_and_as_json")
-EMULATED = Held(by="launch/emulate/test_emulate_ranks.py::test_without_quotas_every_rank_is_pinned_and_we_are_not")
+EMULATED = Held(by="hetu_fx_emulate/test_emulate_ranks.py::test_without_quotas_every_rank_is_pinned_and_we_are_not")
 INSTALL = Held(why="needs a package index; its extras are looked up")
 MEASURE = Held(by="cli/test_measure.py::test_devices_and_blocks_are_measured_and_planned_from_the_files")
 PLANNED = Held(by="test_planning_page.py::test_the_page_shows_what_the_commands_print_and_the_tables_that_there_are")
@@ -128,7 +128,7 @@ HELD = {
     "hetu-fx completion bash": Held(run=True),
     "hetu-fx completion fish": Held(run=True),
     "hetu-fx emulate --set 2=0.1": Held(
-        by="launch/emulate/test_emulate_ranks.py::test_a_running_rank_changes_its_speed"
+        by="hetu_fx_emulate/test_emulate_ranks.py::test_a_running_rank_changes_its_speed"
     ),
     "hetu-fx emulate --speeds 0.8,0.4 -- python train.py": EMULATED,
     "hetu-fx emulate --speeds 1.2,0.4 -- python examples/laptop_and_server.py": EMULATED,

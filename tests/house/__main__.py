@@ -25,7 +25,9 @@ def files_per_folder() -> Counter[str]:
 
 def lines_beside() -> dict[str, int]:
     """Count the lines of the packages that use the product and are not part of it."""
-    files = {name: sorted((ROOT / name).rglob("*.py")) for name in ("hetu_fx_align", "examples/demo")}
+    files = {
+        name: sorted((ROOT / name).rglob("*.py")) for name in ("hetu_fx_align", "hetu_fx_emulate", "examples/demo")
+    }
     return {name: sum(len(path.read_text().splitlines()) for path in paths) for name, paths in files.items()}
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tests.house.state import module_state
 from tests.house.tree import Function, Module, Tree, importers
-from tests.test_layers import ROOT
+from tests.test_layers import BESIDE, ROOT, imports_of
 
 ENTRIES = {"main", "torchrun_handler"}  # named by pyproject.toml or by `python -m`
 CACHES = {"functools.cache", "functools.lru_cache", "functools.cached_property"}
@@ -139,9 +139,10 @@ MEASURES: Mapping[str, Measure] = {
 
 
 def named_by_nobody(tree: Tree) -> list[str]:
-    """List the public functions and classes that the product itself never names, but where they are defined."""
+    """List the public functions and classes that neither product nor what is shipped beside it names elsewhere."""
     used = {name for module in tree for name in _used(module)}
     words = {word for module in tree for word in _words(module)}
+    used |= {name for path in files_of(*BESIDE) for name, _ in imports_of("", ast.parse(path.read_text()), False)}
     return [
         f"{module.name}.{node.name}"
         for module in tree
@@ -152,8 +153,8 @@ def named_by_nobody(tree: Tree) -> list[str]:
 
 
 def named_in_one_file(tree: Tree) -> list[str]:
-    """List the public functions that no other file of product, tests and benchmarks names: they need not be public."""
-    files = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    """List the public functions that no other file names: they need not be public."""
+    files = files_of("tests", "benchmarks", *BESIDE)
     texts = (*(module.text for module in tree), *map(Path.read_text, files))
     uses = Counter(word for text in texts for word in set(re.findall(r"\w+", text)))
     return [
@@ -163,6 +164,11 @@ def named_in_one_file(tree: Tree) -> list[str]:
         if isinstance(node, Function) and not node.name.startswith("_")
         if uses[node.name] == 1 and node.name not in ENTRIES
     ]
+
+
+def files_of(*folders: str) -> list[Path]:
+    """Return the modules that are in some folders."""
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def function_lengths(tree: Tree) -> list[int]:

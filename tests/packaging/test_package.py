@@ -28,7 +28,11 @@ def wheel_of(names: set[str], folder: Path) -> Path:
 
 def whole() -> set[str]:
     modules = {f"{package.replace('.', '/')}/{f.name}" for package in SETTINGS["packages"] for f in files(package)}
-    return {*modules, "hetu_fx/py.typed", "hetu_fx_align/py.typed", "hetu_fx-1.dist-info/licenses/LICENSE"}
+    return {
+        *modules,
+        *(f"{name}/py.typed" for name in SETTINGS["package-data"]),
+        "hetu_fx-1.dist-info/licenses/LICENSE",
+    }
 
 
 def test_a_wheel_with_all_modules_and_nothing_else_is_right(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO
 
+from hetu_fx.base.words import exit_text
+
 TIMEOUT_STATUS = 124  # what timeout(1) returns
 TERMINATE_SECONDS = 5.0
 NUM_KEPT_LINES = 60
@@ -189,17 +191,7 @@ class Crew:
 
     def _say_failure(self, rank: int, code: int) -> None:
         others = f"; the others get {self.grace_seconds:g} s to end" if self.alive else ""
-        self.say(f"rank {rank} {describe_exit(code)}{others}")
-
-
-def describe_exit(code: int) -> str:
-    """Say how a process ended that has this exit code: -n is that of signal n."""
-    if code > 0:
-        return f"ended with status {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name if code else 'itself'}"
-    except ValueError:
-        return f"was ended by signal {-code}"
+        self.say(f"rank {rank} {exit_text(code)}{others}")
 
 
 @contextlib.contextmanager

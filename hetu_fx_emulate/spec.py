@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
-from hetu_fx.base.checks import size_parts
+from hetu_fx.base.checks import number_in, size_parts
 from hetu_fx.errors import EnvironmentProblem
 
 SLOWEST_SPEED = 0.001  # the kernel's shortest quota, 1 ms, in its longest period, 1 s
 NUM_NODES_MAX = 200  # node addresses are the last byte of one /24 network
-
-_RATE_FACTORS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +100,7 @@ def check_cores(speeds: tuple[float, ...], num_cores: float) -> None:
 
 def parse_speeds(text: str) -> tuple[float, ...]:
     """Read "0.8,0.4" as cores per rank."""
-    return tuple(_number(part, "speed") for part in text.split(","))
+    return tuple(number_in(part, "speed") for part in text.split(","))
 
 
 def parse_memory(text: str) -> tuple[int | None, ...]:
@@ -116,19 +113,4 @@ def parse_size(text: str) -> int:
     parts = size_parts(text, 1024)
     if parts is None:
         raise EnvironmentProblem(f"memory size {text!r} is not a number of bytes\nhint: write it like 512M or 2G")
-    return int(_number(parts[0], "memory size") * parts[1])
-
-
-def parse_rate(text: str) -> float:
-    """Read "200mbit" as bits per second."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmg]?bit)(?:/s|ps)?\s*", text, flags=re.IGNORECASE)
-    if match is None:
-        raise EnvironmentProblem(f"link rate {text!r} is not a rate\nhint: write it like 200mbit or 1gbit")
-    return _number(match[1], "link rate") * _RATE_FACTORS[match[2].lower()]
-
-
-def _number(text: str, what: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise EnvironmentProblem(f"{what} {text.strip()!r} is not a number") from None
+    return int(number_in(parts[0], "memory size") * parts[1])

@@ -14,7 +14,7 @@ from typing import assert_never
 
 from hetu_fx.base.cgroups import cgroup_quota, count_memory_kills, v1_folder, v2_root
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.launch.emulate.spec import EmulateSpec
+from hetu_fx_emulate.spec import EmulateSpec
 
 # Short, so that a rank that waits for another waits little; the kernel accepts quotas from 1 ms on.
 PERIOD_US = 10_000

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.launch.emulate.cleanup import run_name
-from hetu_fx.launch.emulate.limits import (
+from hetu_fx_emulate.cleanup import run_name
+from hetu_fx_emulate.limits import (
     Affinity,
     CgroupV1,
     CgroupV2,
@@ -29,8 +29,8 @@ from hetu_fx.launch.emulate.limits import (
     speed_settings,
     this_limiter,
 )
-from hetu_fx.launch.emulate.network import INTERFACE, Command, address, check_tools, namespace, network_commands
-from hetu_fx.launch.emulate.spec import EmulateSpec, check_cores
+from hetu_fx_emulate.network import INTERFACE, Command, address, check_tools, namespace, network_commands
+from hetu_fx_emulate.spec import EmulateSpec, check_cores
 
 SPEEDS_VARIABLE = "HETU_FX_EMULATED_SPEEDS"
 MEMORY_VARIABLE = "HETU_FX_EMULATED_MEMORY"

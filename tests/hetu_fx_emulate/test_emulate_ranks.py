@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.launch.emulate.cleanup import NAMESPACES, RUN_NAME
-from hetu_fx.launch.emulate.emulate import EmulateSpec, Output, change_speed, current_speeds, run
-from hetu_fx.launch.emulate.limits import Affinity, cgroup_bases, this_limiter
+from hetu_fx_emulate.cleanup import NAMESPACES, RUN_NAME
+from hetu_fx_emulate.emulate import EmulateSpec, Output, change_speed, current_speeds, run
+from hetu_fx_emulate.limits import Affinity, cgroup_bases, this_limiter
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
@@ -184,8 +184,8 @@ def test_a_hidden_rank_is_shown_when_it_fails(capsys: pytest.CaptureFixture[str]
 
 def test_a_machine_that_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # The network is the last thing that is made, so everything before it has to be taken back.
-    monkeypatch.setattr("hetu_fx.launch.emulate.emulate.run_command", refuse)
-    monkeypatch.setattr("hetu_fx.launch.emulate.emulation_plan._check_nodes_possible", lambda: None)
+    monkeypatch.setattr("hetu_fx_emulate.emulate.run_command", refuse)
+    monkeypatch.setattr("hetu_fx_emulate.emulation_plan._check_nodes_possible", lambda: None)
     with pytest.raises(EnvironmentProblem, match="no network today"):
         run(EmulateSpec(speeds=(0.2, 0.1), num_nodes=2), ["true"])
     assert not leftovers(os.getpid())

@@ -24,9 +24,9 @@ from typing import Any, BinaryIO
 from hetu_fx.base.documents import open_regular, parse_json, told_as_damaged
 from hetu_fx.base.machine import start_time
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.launch.emulate.cleanup import PROCESSES_FILE, is_dead, main, remove_run, sweep
-from hetu_fx.launch.emulate.emulation_plan import DEFAULT_PORT, LimitChoice, RunPlan, describe, plan_run, size_text
-from hetu_fx.launch.emulate.limits import (
+from hetu_fx_emulate.cleanup import PROCESSES_FILE, is_dead, main, remove_run, sweep
+from hetu_fx_emulate.emulation_plan import DEFAULT_PORT, LimitChoice, RunPlan, describe, plan_run, size_text
+from hetu_fx_emulate.limits import (
     CgroupV1,
     CgroupV2,
     Limiter,
@@ -36,9 +36,9 @@ from hetu_fx.launch.emulate.limits import (
     speed_settings,
     this_limiter,
 )
-from hetu_fx.launch.emulate.network import run_command
-from hetu_fx.launch.emulate.processes import Crew, Output
-from hetu_fx.launch.emulate.spec import EmulateSpec, check_cores, check_speed
+from hetu_fx_emulate.network import run_command
+from hetu_fx_emulate.processes import Crew, Output
+from hetu_fx_emulate.spec import EmulateSpec, check_cores, check_speed
 
 __all__ = ["EmulateSpec", "Output", "change_speed", "current_cores", "current_speeds", "plan_run", "run"]
 

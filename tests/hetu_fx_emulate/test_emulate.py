@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from hetu_fx.base.checks import parse_rate
 from hetu_fx.base.machine import start_time
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.launch.emulate.cleanup import is_dead, remove_run, run_name, sweep
-from hetu_fx.launch.emulate.emulate import EmulateSpec, change_speed, current_speeds, plan_run, run
-from hetu_fx.launch.emulate.emulation_plan import describe
-from hetu_fx.launch.emulate.limits import (
+from hetu_fx_emulate.cleanup import is_dead, remove_run, run_name, sweep
+from hetu_fx_emulate.emulate import EmulateSpec, change_speed, current_speeds, plan_run, run
+from hetu_fx_emulate.emulation_plan import describe
+from hetu_fx_emulate.limits import (
     Affinity,
     CgroupV1,
     CgroupV2,
@@ -26,8 +27,8 @@ from hetu_fx.launch.emulate.limits import (
     shared_speeds,
     speed_settings,
 )
-from hetu_fx.launch.emulate.network import network_commands, run_command
-from hetu_fx.launch.emulate.spec import check_cores, parse_memory, parse_rate, parse_size, parse_speeds
+from hetu_fx_emulate.network import network_commands, run_command
+from hetu_fx_emulate.spec import check_cores, parse_memory, parse_size, parse_speeds
 
 
 def test_texts_of_the_command_line_are_read() -> None:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.launch.emulate.spec import EmulateSpec
+from hetu_fx_emulate.spec import EmulateSpec
 
 INTERFACE = "eth0"
 Command = tuple[str, ...]

@@ -20,7 +20,7 @@ from hetu_fx.errors import CommError
 
 def is_dense(x: Tensor) -> bool:
     """Tell whether a tensor's memory is its values, one after the other."""
-    return x.layout is torch.strided and x.is_contiguous() and not _is_lazy(x)
+    return x.layout is torch.strided and x.is_contiguous() and in_memory(x) is x
 
 
 def dense(x: Tensor) -> Tensor:
@@ -31,11 +31,7 @@ def dense(x: Tensor) -> Tensor:
 
 def in_memory(x: Tensor) -> Tensor:
     """Return a tensor whose elements are its values, with any strides: a copy if they are only made when it is read."""
-    return x.clone() if _is_lazy(x) else x
-
-
-def _is_lazy(x: Tensor) -> bool:
-    return x.is_conj() or x.is_neg() or is_zerotensor(x)
+    return x.clone() if x.is_conj() or x.is_neg() or is_zerotensor(x) else x
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -172,6 +172,8 @@ def post(
 
 def _buffered(messages: Sequence[Message]) -> list[_Buffered]:
     """Return messages with one buffer over each tensor, be it named by several."""
+    if not messages:
+        return []
     buffers = {id(x): Flat.over(x) for _, x, _ in messages}
     return [(peer, buffers[id(x)], tag) for peer, x, tag in messages]
 

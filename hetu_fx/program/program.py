@@ -112,6 +112,7 @@ class Program:
     Attributes:
         analysed: the graph after the rewrites, its factor classes, and what its values depend on.
         doubt: why rows of several ranks must not be put together, as it is not clear which dims of inputs count them.
+        graph: that of `analysed`.
         inputs: the leaves that the batch is fed to.
         shapes: what the inputs of a batch are expected to be.
         counts: the names of the global counts that the graph divides by.
@@ -124,6 +125,7 @@ class Program:
 
     analysed: AnalysedGraph
     doubt: str = ""
+    graph: Graph = field(init=False)
     inputs: tuple[Leaf, ...] = field(init=False)
     shapes: Shapes = field(init=False)
     counts: tuple[str, ...] = field(init=False)
@@ -135,10 +137,12 @@ class Program:
     _sizes: _Sizes = field(init=False)
 
     def __post_init__(self) -> None:
-        graph, checked = self.graph, {leaf.name for leaf, _ in self.graph.outputs_of(OutputKind.CHECK)}
+        graph = self.analysed.graph
+        checked = {leaf.name for leaf, _ in graph.outputs_of(OutputKind.CHECK)}
         inputs = graph.leaves_of(LeafKind.INPUT)
         sizes = _Sizes.of(graph, input_shapes(inputs))
         made = {
+            "graph": graph,
             "inputs": inputs,
             "shapes": sizes.shapes,
             "counts": tuple(leaf.name for leaf in graph.leaves_of(LeafKind.COUNT)),
@@ -152,11 +156,6 @@ class Program:
             "_sizes": sizes,
         }
         vars(self).update(made)
-
-    @property
-    def graph(self) -> Graph:
-        """Return the graph after the rewrites."""
-        return self.analysed.graph
 
     @property
     def factors(self) -> FactorMap:

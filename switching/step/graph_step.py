@@ -36,21 +36,19 @@ StepBatch = ReadBatch | AssignedRows
 
 def find_stage(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> StagePlan:
     """Return what runs a batch under a variant; collective where it has to be made."""
-    return variant.stage(batch.program, _wants_values(variant, batch, inputs), splits=batch.splits)
-
-
-def _wants_values(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> bool:
-    return _gives_values(variant, batch, inputs) or batch.program.graph.observed is not None
+    wants_values = _gives_values(variant, batch, inputs) or batch.program.graph.observed is not None
+    return variant.stage(batch.program, wants_values, splits=batch.splits)
 
 
 def _gives_values(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> bool:
     """Tell whether the user gets other outputs than the loss: those that are asked for, or at hand as on one device."""
     if _asks_for_values(batch, inputs):
         return True
-    is_whole = variant.table.size == 1 or not _outputs_of_unknown_rows(batch.program)
     is_same = isinstance(batch, ReadBatch) and not batch.changes_values
-    has_some = any(True for _ in batch.program.graph.outputs_of(OutputKind.VALUE))
-    return has_some and is_whole and is_same and inputs.has_values_at_hand(variant.plan)
+    if not is_same or not inputs.has_values_at_hand(variant.plan):
+        return False
+    is_whole = variant.table.size == 1 or not _outputs_of_unknown_rows(batch.program)
+    return is_whole and bool(batch.program.graph.outputs_of(OutputKind.VALUE))
 
 
 def _asks_for_values(batch: StepBatch, inputs: StepInputs) -> bool:
@@ -63,11 +61,11 @@ class GraphStep(StepFrame):
     def __init__(self, variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> None:
         self.batch, self.program = batch, batch.program
         self.gives_values = _gives_values(variant, batch, inputs)
-        self.wants_values = _wants_values(variant, batch, inputs)
+        self.wants_values = self.gives_values or self.program.graph.observed is not None
         _check_rows_can_be_put_together(self.program, batch.bindings, variant, inputs)
         if self.wants_values and not inputs.shared and variant.table.size > 1:
             _check_rows_of_outputs_are_known(self.program)
-        self.stage = find_stage(variant, batch, inputs)
+        self.stage = variant.stage(self.program, self.wants_values, splits=batch.splits)
         self.device = self.stage.device
         runs_ahead = not self.stage.deduced.annotated.runs_in_step
         in_float16 = self.program.in_float16

@@ -195,21 +195,23 @@ class Peers:
         `if_gone`, if the rank has gone without. Raises RuntimeError for one that has gone where nothing is given for
         it, or that has not come in time, DivergedError where it is elsewhere.
         """
-        start, seconds = perf_counter(), table.timeout.total_seconds()
+        start, seconds, check_at = perf_counter(), table.timeout.total_seconds(), SPIN_SECONDS
         while (found := find()) is None:
             waited = perf_counter() - start
             if waited < SPIN_SECONDS:
                 os.sched_yield()
                 continue
-            if not self.lives(rank):
-                found = find() or if_gone  # it may have said it, and then gone
-                if found is None:
-                    raise _gone(rank)
-                return found
-            if table.path is not None:
-                table.path.check()
-            if waited > seconds:
-                raise RuntimeError(f"rank {rank} has not come within {seconds:g} s")
+            if waited >= check_at:  # not at each of the many short sleeps: it costs as much as they do
+                check_at = waited + MOST_SLEEP_SECONDS
+                if not self.lives(rank):
+                    found = find() or if_gone  # it may have said it, and then gone
+                    if found is None:
+                        raise _gone(rank)
+                    return found
+                if table.path is not None:
+                    table.path.check()
+                if waited > seconds:
+                    raise RuntimeError(f"rank {rank} has not come within {seconds:g} s")
             sleep(min(waited * SLEEP_SHARE, MOST_SLEEP_SECONDS))
         return found
 

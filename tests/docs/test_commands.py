@@ -60,7 +60,7 @@ HELD = {
     "python -m benchmarks.scale --part tree": BENCHMARK,
     "python -m benchmarks.scale --part processes": BENCHMARK,
     "python -m benchmarks.large --part unequal": BENCHMARK,
-    "python -m benchmarks.large --quick --part even": BENCHMARK,
+    "python -m benchmarks.large --part even": BENCHMARK,
     "python -m benchmarks.memory_model": BENCHMARK,
     'python -m benchmarks.memory_model --models "llama, several buckets"': BENCHMARK,
     "make package": CI,

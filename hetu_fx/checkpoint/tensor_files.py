@@ -404,7 +404,7 @@ class WeightFiles(BoxFiles):
 def _read_index(folder: OpenFolder, file: str) -> dict[str, str]:
     names = weight_names()
     index_name = file if file.endswith(".json") else "" if file else names.index
-    if index_name and (file or index_name in folder):
+    if index_name and (file or (index_name in folder and names.whole not in folder)):  # as `from_pretrained` does
         index = folder.document(index_name)
         files = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):

@@ -177,6 +177,16 @@ def test_one_file_and_an_index_may_be_named(tmp_path: Path) -> None:
         assert all(torch.equal(found[name], own.detach()) for name, own in whole.named_parameters())
 
 
+def test_one_file_counts_before_an_index_that_an_earlier_save_has_left(tmp_path: Path) -> None:
+    saved(llama, tmp_path)
+    torch.manual_seed(2)
+    whole: Any = llama()
+    whole.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    found = state(llama, tmp_path, (1.0, 1.0), BATCH)
+    assert all(torch.equal(found[name], own.detach()) for name, own in whole.named_parameters())
+
+
 def test_weights_without_the_head_s_prefix_are_found(tmp_path: Path) -> None:
     whole = saved(gpt2, tmp_path / "head")
     whole.transformer.save_pretrained(tmp_path / "base")

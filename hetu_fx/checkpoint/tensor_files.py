@@ -158,8 +158,11 @@ class BoxFiles:
 
 
 def fits_dtype(stored: torch.dtype, wanted: torch.dtype, *, casts: bool) -> bool:
-    """Tell whether numbers of a stored dtype may be read as another one: real ones as real ones, if they are cast."""
-    return stored == wanted or (casts and is_real(stored) and is_real(wanted))
+    """Tell whether numbers of a stored dtype may be read as another one: real ones as real ones, if they are cast.
+
+    Those of one byte may not: they stand for what others, scales, say.
+    """
+    return stored == wanted or (casts and is_real(stored) and stored.itemsize > 1 and is_real(wanted))
 
 
 def _chunks_of(target: Tensor) -> list[Chunk]:

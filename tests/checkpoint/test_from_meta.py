@@ -277,6 +277,12 @@ def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
         assert f"{NORM}: (48,) torch.int64 in the file, (48,) torch.float32 here" in told
 
 
+def test_numbers_of_one_byte_which_have_scales_beside_them_are_no_weights(tmp_path: Path) -> None:
+    low = torch.zeros(48).to(torch.float8_e4m3fn)
+    for told in refusals(weights_of(tmp_path, **{NORM: low})):
+        assert f"{NORM}: (48,) torch.float8_e4m3fn in the file, (48,) torch.float32 here" in told
+
+
 def test_torn_weights_are_refused_on_every_rank(tmp_path: Path) -> None:
     file = weights_of(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

@@ -10,12 +10,14 @@ ranks. Modules that write one tensor (a block that scales what its layer has dra
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -51,7 +53,10 @@ class _Init:
 
     def run(self, seed: int) -> None:
         """Initialise it, with random numbers of its own."""
-        torch.default_generator.manual_seed(hash_text(f"{seed} {self.path}"))
+        number = hash_text(f"{seed} {self.path}")
+        torch.default_generator.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number % 2**32)
         try:
             for act in self.acts:
                 act()
@@ -202,7 +207,12 @@ def _aside(model: nn.Module) -> Iterator[None]:
         torch.no_grad(),
         HOST,
     ):
-        yield
+        states = random.getstate(), np.random.get_state()
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def _inits(model: nn.Module) -> Iterator[_Init]:
@@ -210,7 +220,7 @@ def _inits(model: nn.Module) -> Iterator[_Init]:
 
     def inside(path: str, module: nn.Module, around: Callable[[nn.Module], object] | None) -> Iterator[_Init]:
         own = getattr(module, _OF_MODULES, None)
-        takes = len(inspect.signature(own).parameters) if callable(own) else -1
+        takes = _num_taken(own) if callable(own) else -1
         around = own if takes == 1 else around
         for name, child in module.named_children():
             yield from inside(f"{path}.{name}" if path else name, child, around)
@@ -222,6 +232,13 @@ def _inits(model: nn.Module) -> Iterator[_Init]:
 
     seen: set[int] = set()
     return inside("", model, None)
+
+
+def _num_taken(function: Callable[..., Any]) -> int:
+    """Return how many arguments a function takes: of several, how many it must be given."""
+    parameters = inspect.signature(function).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return len(parameters) if len(parameters) < 2 else len(needed)
 
 
 def _slots_by_name(model: nn.Module) -> dict[str, list[tuple[Slots, str]]]:

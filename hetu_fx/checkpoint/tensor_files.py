@@ -158,8 +158,11 @@ class BoxFiles:
 
 
 def fits_dtype(stored: torch.dtype, wanted: torch.dtype, *, casts: bool) -> bool:
-    """Tell whether numbers of a stored dtype may be read as another one: real ones as real ones, if they are cast."""
-    return stored == wanted or (casts and is_real(stored) and is_real(wanted))
+    """Tell whether numbers of a stored dtype may be read as another one: real ones as real ones, if they are cast.
+
+    Those of one byte may not: they stand for what others, scales, say.
+    """
+    return stored == wanted or (casts and is_real(stored) and stored.itemsize > 1 and is_real(wanted))
 
 
 def _chunks_of(target: Tensor) -> list[Chunk]:
@@ -404,7 +407,7 @@ class WeightFiles(BoxFiles):
 def _read_index(folder: OpenFolder, file: str) -> dict[str, str]:
     names = weight_names()
     index_name = file if file.endswith(".json") else "" if file else names.index
-    if index_name and (file or index_name in folder):
+    if index_name and (file or (index_name in folder and names.whole not in folder)):  # as `from_pretrained` does
         index = folder.document(index_name)
         files = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):

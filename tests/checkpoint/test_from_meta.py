@@ -177,6 +177,16 @@ def test_one_file_and_an_index_may_be_named(tmp_path: Path) -> None:
         assert all(torch.equal(found[name], own.detach()) for name, own in whole.named_parameters())
 
 
+def test_one_file_counts_before_an_index_that_an_earlier_save_has_left(tmp_path: Path) -> None:
+    saved(llama, tmp_path)
+    torch.manual_seed(2)
+    whole: Any = llama()
+    whole.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    found = state(llama, tmp_path, (1.0, 1.0), BATCH)
+    assert all(torch.equal(found[name], own.detach()) for name, own in whole.named_parameters())
+
+
 def test_weights_without_the_head_s_prefix_are_found(tmp_path: Path) -> None:
     whole = saved(gpt2, tmp_path / "head")
     whole.transformer.save_pretrained(tmp_path / "base")
@@ -265,6 +275,12 @@ def test_weights_of_another_shape_are_refused_on_every_rank(tmp_path: Path) -> N
 def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
     for told in refusals(weights_of(tmp_path, **{NORM: torch.zeros(48, dtype=torch.int64)})):
         assert f"{NORM}: (48,) torch.int64 in the file, (48,) torch.float32 here" in told
+
+
+def test_numbers_of_one_byte_which_have_scales_beside_them_are_no_weights(tmp_path: Path) -> None:
+    low = torch.zeros(48).to(torch.float8_e4m3fn)
+    for told in refusals(weights_of(tmp_path, **{NORM: low})):
+        assert f"{NORM}: (48,) torch.float8_e4m3fn in the file, (48,) torch.float32 here" in told
 
 
 def test_torn_weights_are_refused_on_every_rank(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -68,6 +70,33 @@ def test_each_module_has_a_stream_of_its_own() -> None:
     assert not torch.equal(one, two)
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(values(model, wanted=[name])[name], first[name])
+
+
+def test_numbers_of_numpy_and_python_follow_from_the_seed_too() -> None:
+    class Foreign(nn.Linear):
+        def reset_parameters(self) -> None:
+            with torch.no_grad():
+                self.weight.copy_(torch.from_numpy(np.random.randn(*self.weight.shape)))
+                self.bias.fill_(random.random())
+
+    with META:
+        model = nn.Sequential(Foreign(3, 4), Foreign(4, 2))
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    both, second = values(model), values(model, wanted=["1.weight", "1.bias"])
+    assert all(torch.equal(both[name], second[name]) for name in second)
+    assert not torch.equal(both["1.weight"], values(model, seed=1)["1.weight"])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+
+
+def test_an_initialisation_of_modules_may_take_more_that_it_need_not_be_given() -> None:
+    class Named(nn.Sequential):
+        def _init_weights(self, module: nn.Module, name: str = "") -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.constant_(module.weight, 0.5)
+
+    with META:
+        model = Named(nn.Linear(2, 3))
+    assert values(model)["0.weight"].unique().tolist() == [0.5]
 
 
 def test_only_what_is_needed_is_run() -> None:

@@ -184,6 +184,7 @@ class Units:
         graph = copy.deepcopy(module.graph)
         given = list(graph.find_nodes(op="placeholder"))
         named = {node: name for node, name in zip(given, self.names, strict=True) if name is not None}
+        _check_outputs(graph, named)
         with graph.inserting_after(given[-1]):
             walk = graph.placeholder(UNITS.name)
         visits = list(self._visits(graph, named))
@@ -200,6 +201,15 @@ class Units:
             if read:
                 at = self.plan.visit(read, at)
                 yield piece, at
+
+
+def _check_outputs(graph: fx.Graph, named: Mapping[fx.Node, str]) -> None:
+    """Refuse parameters among what a graph returns, whose memory others take turns in. Raises PlanError."""
+    if found := sorted({named[node] for node in graph.output_node().all_input_nodes if node in named}):
+        raise PlanError(
+            f"the model returns its parameters {found} as they are, which zero 3 lets go before they are read\n"
+            f"hint: use zero 2, or return a copy (.clone())"
+        )
 
 
 def _mark(graph: fx.Graph, piece: fx.Node, at: tuple[fx.Node, int], leaves: Sequence[fx.Node], is_over: bool) -> None:

@@ -412,6 +412,26 @@ def test_a_view_of_parameters_that_outlives_its_unit_is_refused() -> None:
     how.train(HandsOnViews(), [example], replace(PAIR, zero=2))
 
 
+class HandsOnParameters(Shared):
+    """Returns a weight as it is, and a number that is made of it."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.blocks[0].weight
+
+
+def test_parameters_are_not_returned_from_memory_that_others_take_turns_in() -> None:
+    def rank(table: GroupTable, plan: Plan) -> Tensor:
+        torch.manual_seed(0)
+        model = HandsOnParameters().double().eval()
+        x = {"x": torch.randn(4, 40, dtype=torch.float64)}
+        with torch.no_grad():
+            return runtime_of(table, model, x, plan=plan).run((), x)[1].sub(model.blocks[0].weight).abs().max()
+
+    with pytest.raises(PlanError, match=r"returns its parameters \['blocks.0.weight'\] as they are.*\nhint"):
+        run_in_threads(2, partial(rank, plan=UNITS))
+    assert run_in_threads(2, partial(rank, plan=replace(UNITS, zero=2))) == [0, 0]
+
+
 def test_leaves_are_refused_where_their_unit_is_not_gathered() -> None:
     def rank(table: GroupTable) -> None:
         runtime = started(table, words())

@@ -30,7 +30,7 @@ from hetu_fx.check.small_batch import (
     with_few_micro_batches,
     with_few_pipelines,
 )
-from hetu_fx.check.trial import Case, Found, TrialReference, alone, loss_is_additive, run_trial
+from hetu_fx.check.trial import ROUNDED, Case, Found, Tolerance, TrialReference, alone, loss_is_additive, run_trial
 from hetu_fx.check.trial_blocks import KeptBlocks, recast_program, same_ops
 from hetu_fx.check.trial_report import differences_text, failure_text
 from hetu_fx.cluster.host import memory_left
@@ -214,7 +214,7 @@ class Checker:
             return None
         try:
             ready = self._case(plan, _CUTS[0], recasts=self.program)
-            found = self._compared(ready, start)
+            found = self._compared(ready, start, ROUNDED)
             if found.is_right:
                 return found, ready
             _log.debug("captured anew, as recast it differs: %s", differences_text(found))
@@ -249,11 +249,11 @@ class Checker:
             raise CheckError(failure_text(plan, ready.case, found, ready.captured, ready.blocks)) from cause
         return found
 
-    def _compared(self, ready: Ready, start: float) -> Found:
+    def _compared(self, ready: Ready, start: float, tolerance: Tolerance | None = None) -> Found:
         """Try a case in the time that is left."""
         left = self._left(start, self._needs(ready))
         try:
-            return run_trial(ready.case, ready.reference, ready.captured, left)
+            return run_trial(ready.case, ready.reference, ready.captured, left, tolerance)
         except TimeoutError as error:
             raise NotChecked(f"it would take more than {self.seconds:.0f} s") from error
 

@@ -35,6 +35,7 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.prepare import check_plans_and_choose_homes, make_runtime
 from hetu_fx.program.batch import batch_from_call
 from hetu_fx.program.captures import Programs
+from hetu_fx.program.program import Program
 from hetu_fx.switching.adapt.rehome import move_homes_near
 from hetu_fx.switching.eager.execution import EagerExecution
 from hetu_fx.switching.eager.row_mode import RowMode
@@ -170,10 +171,14 @@ class Lockstep:
     backend: Any = None
     seconds: float | None = None
 
-    def capture(self, model: nn.Module, batch: Batch) -> GraphExecution:
-        """Capture a copy of a model, which stays as it is: for all ranks, and for several trainings of equal models."""
-        asked = AskedRowDims(self.row_dims)
-        return GraphExecution(Programs(self.copied(model), self.loss_fn, row_dims=asked), batch, self.backend)
+    def capture(self, model: nn.Module, batch: Batch, given: Program | None = None) -> GraphExecution:
+        """Capture a copy of a model, which stays as it is: for all ranks, and for several trainings of equal models.
+
+        A program that is `given` is taken for the model's, and nothing captured.
+        """
+        programs = Programs(self.copied(model), self.loss_fn, row_dims=AskedRowDims(self.row_dims))
+        programs.tracer.given = given
+        return GraphExecution(programs, batch, self.backend)
 
     def copied(self, model: nn.Module) -> nn.Module:
         """Copy a model; parameters that nothing updates are parameters of the same memory."""

@@ -30,8 +30,8 @@ from hetu_fx.check.small_batch import (
     with_few_micro_batches,
     with_few_pipelines,
 )
-from hetu_fx.check.trial import Case, Found, TrialReference, alone, loss_is_additive, run_trial
-from hetu_fx.check.trial_blocks import KeptBlocks, same_ops
+from hetu_fx.check.trial import ROUNDED, Case, Found, Tolerance, TrialReference, alone, loss_is_additive, run_trial
+from hetu_fx.check.trial_blocks import KeptBlocks, recast_program, same_ops
 from hetu_fx.check.trial_report import differences_text, failure_text
 from hetu_fx.cluster.host import memory_left
 from hetu_fx.deduction.rules.registry import registered_rules
@@ -194,6 +194,8 @@ class Checker:
             NotChecked: it cannot be tried.
         """
         tell("making it small", 0, 3)
+        if (known := self._found_by_recasting(plan, start)) is not None:
+            return TrialResult(self._says(*known, start), NOT_KNOWN)
         ready = self._ready(plan, start)
         tell("as all ranks", 1, 3)
         found: Found | None = None
@@ -205,6 +207,20 @@ class Checker:
                 found, ready = None, replace(ready, case=replace(ready.case, eager=mode))
         found = found or self._checked(plan, ready, start, tell)
         return TrialResult(self._says(found, ready, start), mode or NOT_KNOWN)
+
+    def _found_by_recasting(self, plan: Plan, start: float) -> tuple[Found, Ready] | None:
+        """Return that a case is right whose program is made of the model's; None: only a capture of the case tells."""
+        if self.program is None or self.template is None:
+            return None
+        try:
+            ready = self._case(plan, _CUTS[0], recasts=self.program)
+            found = self._compared(ready, start, ROUNDED)
+            if found.is_right:
+                return found, ready
+            _log.debug("captured anew, as recast it differs: %s", differences_text(found))
+        except Exception as error:  # not each graph can be recast, nor each model runs as small
+            _log.debug("captured anew, as it cannot be recast: %s", error)
+        return None
 
     def _by_rows(self, ready: Ready, start: float) -> Found:
         """Return what replicas make of a case that each run their own rows."""
@@ -233,11 +249,11 @@ class Checker:
             raise CheckError(failure_text(plan, ready.case, found, ready.captured, ready.blocks)) from cause
         return found
 
-    def _compared(self, ready: Ready, start: float) -> Found:
+    def _compared(self, ready: Ready, start: float, tolerance: Tolerance | None = None) -> Found:
         """Try a case in the time that is left."""
         left = self._left(start, self._needs(ready))
         try:
-            return run_trial(ready.case, ready.reference, ready.captured, left)
+            return run_trial(ready.case, ready.reference, ready.captured, left, tolerance)
         except TimeoutError as error:
             raise NotChecked(f"it would take more than {self.seconds:.0f} s") from error
 
@@ -275,7 +291,7 @@ class Checker:
                 problems.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
         raise NotChecked(f"no small case of the model runs: {'; '.join(dict.fromkeys(problems))}")
 
-    def _case(self, plan: Plan, cut: Cut) -> Ready:
+    def _case(self, plan: Plan, cut: Cut, recasts: Program | None = None) -> Ready:
         assert self.template is not None, "there is something to make it of"
         small = with_few_pipelines(plan) if len(plan.devices) > MANY_RANKS else plan
         small = with_few_micro_batches(_in_one_dtype(small))
@@ -296,15 +312,16 @@ class Checker:
         batch = self._batch(TrialSizes(rows, sequence_length_for(small) if cut.lengths else None), narrowing, cut.dtype)
         own = None if self.shared or fixed or world == 1 else rows_of_ranks(rows, world)
         case = Case(model, loss_fn, batch, small, own, self.row_dims, cut.dtype)
-        return self._run_alone(case, blocks, cut)
+        made = None if recasts is None else recast_program(recasts, blocks, narrowing, cut.dtype)
+        return self._run_alone(case, blocks, cut, made)
 
-    def _run_alone(self, case: Case, blocks: KeptBlocks, cut: Cut) -> Ready:
+    def _run_alone(self, case: Case, blocks: KeptBlocks, cut: Cut, made: Program | None) -> Ready:
         reference = alone(case)
         if not reference.module.steps[0].loss == reference.module.steps[0].loss:
             raise NotChecked("the loss of the small case is no number on one device")
         if self.program is None:
             return Ready(replace(case, eager=_first_mode(case, reference)), reference, None, blocks)
-        captured = case.how().capture(case.model, case.batch)
+        captured = case.how().capture(case.model, case.batch, made)
         if captured.program.graph.num_blocks != len(blocks.kept):
             raise NotChecked("cut down it has other blocks")
         is_whole = not (cut.blocks and blocks.dropped_blocks) and not cut.tables and not cut.lengths

@@ -49,7 +49,11 @@ class Narrowing:
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return a shape with the new sizes."""
-        return tuple(self.sizes.get(size, size) for size in shape)
+        return tuple(map(self.size, shape))
+
+    def size(self, number: Any) -> Any:
+        """Return a size as it becomes; anything else as it is."""
+        return self.sizes.get(number, number) if type(number) is int else number
 
     def buffer(self, buffer: Tensor) -> Tensor:
         """Return the first part of a buffer, in the new sizes."""

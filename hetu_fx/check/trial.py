@@ -54,6 +54,8 @@ _TOLERANCES = {
     torch.float16: Tolerance(3e-2, 0.1),
 }
 _LOWEST = Tolerance(0.3, 0.1)
+ROUNDED = Tolerance(1e-6, 1e-4)
+"""Where a module in float64 may cast to float32 inside, which a program that was recast does not show."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,11 +200,16 @@ def _are_same(one: Step, other: Step) -> bool:
 
 
 def run_trial(
-    case: Case, reference: TrialReference, captured: GraphExecution | None, seconds: float | None = None
+    case: Case,
+    reference: TrialReference,
+    captured: GraphExecution | None,
+    seconds: float | None = None,
+    tolerance: Tolerance | None = None,
 ) -> Found:
     """Train as many steps of a case as all ranks, and hold them against one device.
 
     A module that draws random numbers draws others than its graph: the plan is held against the graph on one device.
+    Without a `tolerance` the least exact dtype in the graph tells how much may differ.
 
     Raises:
         HetuFxError: the plan is refused, for the model or for the case's sizes.
@@ -217,7 +224,8 @@ def run_trial(
     shared_out = case.eager is not None and case.eager.adds_up and case.rows is not None and case.world > 1
     if shared_out:
         right = _divided(right, case.world)
-    tolerance = _TOLERANCES.get(case.dtype if captured is None else _lowest_dtype(captured.program), _LOWEST)
+    lowest = case.dtype if captured is None else _lowest_dtype(captured.program)
+    tolerance = tolerance or _TOLERANCES.get(lowest, _LOWEST)
     try:
         with _seeded():
             made = case.how(seconds).train(case.model, batches, case.plan, captured)

@@ -1,21 +1,30 @@
-"""Which repeated blocks a trial keeps: one of each kind in every run of blocks that the plan treats alike."""
+"""Which repeated blocks a trial keeps: one of each kind in every run of blocks that the plan treats alike.
+
+And the captured program without the others, as the small model has it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import fx
 
-from hetu_fx.base.torch_private import OpOverload, tree_leaves
+from hetu_fx.base.torch_private import FakeTensor, OpOverload, fake_of_form, tree_leaves, tree_map
+from hetu_fx.check.model import Narrowing, in_dtype
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import arguments
-from hetu_fx.graph.graph import Graph
+from hetu_fx.graph.graph import Graph, drop_dead_nodes
 from hetu_fx.plans.parts import PartedPipeline
 from hetu_fx.plans.plan import Pipeline, Plan
+from hetu_fx.program.program import Program
+from hetu_fx.transforms.layouts.analysed_graph import Analyse
+from hetu_fx.transforms.passes import run_pass
 
 LEAST_OF_CHAIN = 2
 """Blocks are found by numbers that follow each other: of one alone nobody knows that it is a block."""
@@ -150,6 +159,65 @@ def _completed(paths: Sequence[str], kept: set[int]) -> list[int]:
 
 def _number(path: str) -> int:
     return int(path.rpartition(".")[2])
+
+
+def recast_program(program: Program, blocks: KeptBlocks, narrowing: Narrowing, dtype: torch.dtype) -> Program:
+    """Return a program as a model without some blocks, with short tables and in another dtype, would be captured.
+
+    In a fraction of the time, and not for sure: what the model itself casts, and numbers that it makes of sizes, stay.
+
+    Raises:
+        ValueError: a block that is left out is no link of a chain; a leaf is called, which belongs to the whole model;
+            the model computes in several dtypes.
+    """
+    if program.graph.leaf_calls or len(set(map(meta.dtype, filter(meta.is_tensor, program.flow.differentiable)))) > 1:
+        raise ValueError("it calls modules of the whole model, or casts")
+    dropped, paths = tuple(f"{path}." for path in blocks.dropped_blocks), blocks.original_names().items()
+
+    def names(name: str) -> str:
+        found = ((new, path) for new, path in paths if f"{name}.".startswith(f"{path}."))
+        return next((new + name.removeprefix(path) for new, path in found), name)
+
+    graph = program.graph.select(lambda leaf: not leaf.name.startswith(dropped))
+    _skip_blocks(graph, set(range(graph.num_blocks)).difference(blocks.kept))
+    for node in graph.graph.nodes:
+        meta.set_module_stack(node, tuple((names(path), kind) for path, kind in meta.module_stack(node)))
+        node.args = fx.node.map_aggregate(node.args, narrowing.size)
+        if meta.has_value(node):
+            meta.set_value(node, tree_map(partial(_recast, narrowing, dtype), meta.value(node)))
+    left = [leaf for leaf in graph.leaves if not leaf.name.startswith(dropped)]
+    for leaf in set(graph.leaves).difference(left):
+        graph.graph.erase_node(leaf.node)
+    trained = {leaf.name for leaf in program.graph.leaves if leaf.node in program.flow.differentiable}
+    cut = graph.evolve(
+        leaves=tuple(replace(leaf, name=names(leaf.name), aliases=tuple(map(names, leaf.aliases))) for leaf in left),
+        outputs=tuple(replace(leaf, name=names(leaf.name)) for leaf in graph.outputs),
+        block_paths=tuple(names(graph.block_paths[place]) for place in blocks.kept),
+        constants={name: in_dtype(narrowing.buffer(tensor), dtype) for name, tensor in graph.constants.items()},
+    )
+    frozen = frozenset(names(leaf.name) for leaf in left if leaf.name not in trained)
+    return Program(run_pass(Analyse(frozen), cut), program.doubt)
+
+
+def _recast(narrowing: Narrowing, dtype: torch.dtype, example: Any) -> Any:
+    """Return an example value as it is in the new sizes and dtype, without running what makes it."""
+    made = in_dtype(torch.empty(0, dtype=example.dtype), dtype).dtype if isinstance(example, FakeTensor) else None
+    if made is None or (made == example.dtype and not narrowing.sizes):
+        return example
+    sizes, strides = (tuple(map(narrowing.size, of)) for of in (example.shape, example.stride()))
+    enough = example.untyped_storage().nbytes() * made.itemsize
+    return fake_of_form(example.fake_mode, sizes, strides, 0, made, example.device, enough)
+
+
+def _skip_blocks(graph: Graph, places: Collection[int]) -> None:
+    """Let what reads a block read what the block before it has made. Raises ValueError where that is not one value."""
+    place_of = {node: graph.block_of(node) for node in graph.graph.nodes}
+    for place in sorted(places, reverse=True):
+        own = {node for node in place_of if place_of[node] == place}
+        (made,) = (node for node in own if not own.issuperset(node.users))
+        (given,) = {one for node in own for one in node.all_input_nodes if place_of[one] == place - 1}
+        made.replace_all_uses_with(given)
+    drop_dead_nodes(graph.graph)
 
 
 def same_ops(whole: Graph, cut: Graph, blocks: KeptBlocks) -> bool:

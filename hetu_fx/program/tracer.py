@@ -236,6 +236,7 @@ class Tracer:
 
     Attributes:
         replaced: what somebody has put in the place of the forward of the model's class, if anybody has.
+        given: the model's program, which needs no trace; None: there is none.
         observers: of its submodules, whose outputs are outputs of its programs.
     """
 
@@ -252,12 +253,15 @@ class Tracer:
         self.model, self.loss_fn, self.overrides = model, loss_fn, overrides
         self.casts_on_host, self.row_dims, self.outputs = casts_on_host, row_dims, outputs
         self.replaced: Forward | None = None
+        self.given: Program | None = None
         self.observers = Observers(model)
         self._told_of = set[str]()
         self._lost: dict[tuple[int, str], tuple[Access, Any]] = {}
 
     def trace(self, batch: Batch, training: bool) -> tuple[Program, Reads]:
         """Capture the model for batches like this one, with this one's sizes as the example's; and what it has read."""
+        if self.given is not None:
+            return self.given, Watch(self.model, None).reads(())
         traced = self._traced(batch, training)
         program, told = traced.program(self.overrides), traced.watch.surroundings.told
         if told and told not in self._told_of:

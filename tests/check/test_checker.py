@@ -18,6 +18,7 @@ from hetu_fx.comm_ops.ops import table
 from hetu_fx.deduction.rules.registry import register_rule, unregister_rule
 from hetu_fx.errors import CheckError
 from hetu_fx.plans.plan import Plan
+from hetu_fx.program.tracer import Tracer
 from hetu_fx.switching.eager.row_mode import BY_ROWS, RowMode
 from hetu_fx.switching.step import batches
 from tests.check.nets import GROUP, SHARES, STAGES, Contrast, Mlp, Tokens, checker_of, graph_of, mlp_batch, tokens_batch
@@ -56,6 +57,13 @@ class Shares(nn.Module):
         return cross_entropy(self.second(share(self.first(x))), labels)
 
 
+class GoesByDtype(Tokens):
+    """Computes something else in float64."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(ids, labels) * (2 if self.head.weight.dtype is torch.float64 else 1)
+
+
 @pytest.fixture
 def wrong_rule() -> Iterator[None]:
     register_rule("hetu_planted.share.default", "... k -> ... k")  # it needs whole rows
@@ -68,6 +76,21 @@ def test_what_is_right_is_told_with_what_was_cut(plan, tmp_path: Path) -> None: 
     says = checker_of(Tokens(), tokens_batch(), tmp_path).try_plan(plan).says
     assert says.startswith("checked: loss and 11 gradients are those of the module on one device to "), says
     assert "2 of 5 blocks" in says
+
+
+@pytest.mark.parametrize(
+    ("model", "captures"),
+    [(Tokens, 1), (GoesByDtype, 2)],
+    ids=["made of the model's program", "captured as its program differs"],
+)
+def test_a_small_case_is_captured_where_the_models_program_does_not_show_it(
+    model: type[Tokens], captures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, trace = [], Tracer._traced
+    monkeypatch.setattr(Tracer, "_traced", lambda self, *given: found.append(self) or trace(self, *given))
+    says = checker_of(model(), tokens_batch(), tmp_path).try_plan(SHARES).says
+    assert says.startswith("checked: loss and 11 gradients are those of the module on one device to "), says
+    assert len(found) == captures
 
 
 def test_a_wrong_rule_is_found_with_the_op_and_its_line(tmp_path: Path, wrong_rule: None) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from hetu_fx.check.trial_blocks import KeptBlocks, kinds_of_blocks, same_ops
+import torch
+
+from hetu_fx.check.model import Narrowing
+from hetu_fx.check.trial_blocks import KeptBlocks, kinds_of_blocks, recast_program, same_ops
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Graph
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.check.nets import GROUP, SHARES, Block, Tokens, graph_of, tokens_batch
 
@@ -52,3 +57,19 @@ def test_a_graph_with_fewer_blocks_has_the_same_ops_and_another_model_has_not() 
     blocks = KeptBlocks.of(GROUP, whole)
     assert same_ops(whole, graph_of(Tokens(blocks=2).double(), tokens_batch(4, 8)).program.graph, blocks)
     assert not same_ops(whole, graph_of(Tokens(blocks=3), tokens_batch()).program.graph, blocks)
+
+
+def test_a_program_is_recast_to_what_the_small_model_is_captured_as() -> None:
+    program = graph_of(Tokens(blocks=5), tokens_batch()).program
+    blocks = KeptBlocks.of(GROUP, program.graph)
+    made = recast_program(program, blocks, Narrowing({1500: 156}), torch.float64)
+    captured = graph_of(Tokens(blocks=2, tokens=156).double(), {k: x % 156 for k, x in tokens_batch().items()}).program
+    assert _told(made.graph) == _told(captured.graph)
+    assert made.graph.block_paths == captured.graph.block_paths == ("blocks.0", "blocks.1")
+
+
+def _told(graph: Graph) -> list[tuple[str, str, str]]:
+    """Return the names and forms of leaves, and those of ops."""
+    names = {leaf.node: leaf.name for leaf in graph.leaves}
+    nodes = [node for node in graph.graph.nodes if meta.is_tensor(node)]
+    return [(names.get(node, str(node.target)), str(meta.shape(node)), str(meta.dtype(node))) for node in nodes]

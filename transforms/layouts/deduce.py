@@ -115,34 +115,35 @@ class Deduce:
         outside, batch = read_outside(annotated), deduce_batch_axis(graph, factors, flow, rows)
         given = {"outside": outside, "exchanged": frozenset(batch.exchanged)}
 
-        def inside(splits: Splits, cut: SequenceCut, prices: Prices, choices: Choices | None = None) -> AxisDeduction:
+        def inside(splits: Splits, cut: SequenceCut, axis: int, choices: Choices | None = None) -> AxisDeduction:
+            if not splits and cut == UNCUT and choices is None:
+                return whole
+            prices = axis_prices(annotated, axis, self.topology, self.num_bytes)
             return deduce_tensor_axis(graph, factors, flow, splits, prices, cut=cut, choices=choices, **given)
 
         if not annotated.runs_in_step:
             _check_sums(annotated, batch)
         excluded, nothing = frozenset(batch.talking()), frozenset[FactorClass]()
-        on_context, on_tensor, on_fine = (
-            axis_prices(annotated, axis, self.topology, self.num_bytes) for axis in (CONTEXT, TENSOR, FINE)
-        )
-        whole = inside(nothing, UNCUT, on_tensor)
+        whole = deduce_batch_axis(graph, factors, flow, nothing) if rows else batch
         context = whole
         if annotated.context_layouts:
-            rings = self._rings(annotated, on_context, excluded)
+            rings = self._rings(annotated, excluded)
             exchanged = exchanged_ops(annotated, excluded)
-            context = inside(nothing, context_cut(annotated, excluded, outside, rings, exchanged), on_context)
+            context = inside(nothing, context_cut(annotated, excluded, outside, rings, exchanged), CONTEXT)
         _check_shared(annotated, context)
         return DeducedGraph(
             annotated,
             batch=batch,
             tensor_split=inside(
-                annotated.classes, sequence_cut(annotated, excluded, outside), on_tensor, annotated.choices
+                annotated.classes, sequence_cut(annotated, excluded, outside), TENSOR, annotated.choices
             ),
             tensor_whole=whole,
             context=context,
-            fine=inside(annotated.fine, UNCUT, on_fine) if annotated.fine else whole,
+            fine=inside(annotated.fine, UNCUT, FINE),
         )
 
-    def _rings(self, annotated: AnnotatedGraph, prices: Prices, excluded: frozenset[fx.Node]) -> frozenset[fx.Node]:
+    def _rings(self, annotated: AnnotatedGraph, excluded: frozenset[fx.Node]) -> frozenset[fx.Node]:
+        prices = axis_prices(annotated, CONTEXT, self.topology, self.num_bytes)
         work = travelling_work(annotated.graph, annotated.factors) if self.work is None else self.work
         cluster = self.topology if isinstance(self.topology, Cluster) else None
         by_node = dict(zip(annotated.graph.graph.nodes, work, strict=True))

@@ -217,9 +217,9 @@ class Checker:
             found = self._compared(ready, start, ROUNDED)
             if found.is_right:
                 return found, ready
-            _log.debug("captured anew, as recast it differs: %s", differences_text(found))
+            _log.debug("captured again, as recast it differs: %s", differences_text(found))
         except Exception as error:  # not each graph can be recast, nor each model runs as small
-            _log.debug("captured anew, as it cannot be recast: %s", error)
+            _log.debug("captured again, as it cannot be recast: %s", error)
         return None
 
     def _by_rows(self, ready: Ready, start: float) -> Found:

@@ -221,6 +221,11 @@ def _inits(model: nn.Module) -> Iterator[_Init]:
     def inside(path: str, module: nn.Module, around: Callable[[nn.Module], object] | None) -> Iterator[_Init]:
         own = getattr(module, _OF_MODULES, None)
         takes = _num_taken(own) if callable(own) else -1
+        if takes > 1:
+            raise StateError(
+                f"{_OF_MODULES} of {path or 'the model'} needs {takes} arguments, and weights='init' gives it a module "
+                f"alone\nhint: give the others defaults, or give weights that hold the values"
+            )
         around = own if takes == 1 else around
         for name, child in module.named_children():
             yield from inside(f"{path}.{name}" if path else name, child, around)

@@ -99,6 +99,17 @@ def test_an_initialisation_of_modules_may_take_more_that_it_need_not_be_given() 
     assert values(model)["0.weight"].unique().tolist() == [0.5]
 
 
+def test_an_initialisation_of_modules_that_needs_more_is_refused() -> None:
+    class Scaled(nn.Sequential):
+        def _init_weights(self, module: nn.Module, std: float) -> None:
+            raise AssertionError("nobody knows the second argument")
+
+    with META:
+        model = nn.Sequential(Scaled(nn.Linear(2, 3)))
+    with pytest.raises(StateError, match=r"_init_weights of 0 needs 2 arguments.*\nhint: give the others defaults"):
+        values(model)
+
+
 def test_only_what_is_needed_is_run() -> None:
     with META:
         model = llama()

@@ -36,9 +36,9 @@ SPEEDS_VARIABLE = "HETU_FX_EMULATED_SPEEDS"
 MEMORY_VARIABLE = "HETU_FX_EMULATED_MEMORY"
 DEFAULT_PORT = 29500
 KEPT_MEMORY = {
-    "MALLOC_TRIM_THRESHOLD_": 1 << 40,
-    "MALLOC_MMAP_THRESHOLD_": 1 << 25,  # the most that glibc takes
-    "MALLOC_TOP_PAD_": 1 << 26,
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),  # the most that glibc takes
+    "MALLOC_TOP_PAD_": str(1 << 26),
 }
 """A device keeps memory that it has had, as an accelerator's allocator does: by glibc's own thresholds ranks give it
 back and fault it in again as the sizes of their batches have it, and a fault in a virtual machine takes 7 us."""
@@ -178,13 +178,11 @@ def _rank_plans(limiter: Limiter, name: str, spec: EmulateSpec, port: int) -> tu
     )
 
 
-def _environment(spec: EmulateSpec, rank: int, port: int) -> dict[str, str]:
-    """Make the variables of a launcher and of a device. Threads beyond its cores would only fight for its quota."""
+def rank_variables(spec: EmulateSpec, rank: int, port: int, *, on_nodes: bool) -> dict[str, str]:
+    """Make the variables that a launcher gives a rank, which is in its node's network (`on_nodes`) or in the host's."""
     node = spec.node_of(rank)
     peers = spec.ranks_of(node)
-    threads = str(max(1, math.floor(spec.speeds[rank])))
-    several = spec.num_nodes > 1
-    variables: dict[str, object] = {
+    variables = {
         "RANK": rank,
         "LOCAL_RANK": peers.index(rank),
         "WORLD_SIZE": spec.world_size,
@@ -192,18 +190,23 @@ def _environment(spec: EmulateSpec, rank: int, port: int) -> dict[str, str]:
         "GROUP_RANK": node,
         "GROUP_WORLD_SIZE": spec.num_nodes,
         "HETU_FX_NODE": f"node{node}",
-        "MASTER_ADDR": address(0) if several else "127.0.0.1",
+        "MASTER_ADDR": address(0) if on_nodes else "127.0.0.1",
         "MASTER_PORT": port,
-        "GLOO_SOCKET_IFNAME": INTERFACE if several else "lo",
-        "PYTHONUNBUFFERED": 1,
-        SPEEDS_VARIABLE: ",".join(f"{speed:g}" for speed in spec.speeds),
+        "GLOO_SOCKET_IFNAME": INTERFACE if on_nodes else "lo",
     }
+    return {name: str(value) for name, value in variables.items()}
+
+
+def _environment(spec: EmulateSpec, rank: int, port: int) -> dict[str, str]:
+    """Make the variables of a launcher and of a device. Threads beyond its cores would only fight for its quota."""
+    variables = rank_variables(spec, rank, port, on_nodes=spec.num_nodes > 1)
+    variables["PYTHONUNBUFFERED"] = "1"
+    variables[SPEEDS_VARIABLE] = ",".join(f"{speed:g}" for speed in spec.speeds)
     if any(spec.memory):
         variables[MEMORY_VARIABLE] = ",".join("-" if size is None else str(size) for size in spec.memory)
-    for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR"):
-        variables[f"{library}_NUM_THREADS"] = threads
-    variables |= KEPT_MEMORY
-    return {key: str(value) for key, value in variables.items()}
+    threads = str(max(1, math.floor(spec.speeds[rank])))
+    variables |= {f"{library}_NUM_THREADS": threads for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")}
+    return variables | KEPT_MEMORY
 
 
 def _how(plan: RunPlan) -> str:

@@ -21,7 +21,7 @@ TABLE = Path(__file__).with_name("costs.toml")
 LEAST_SECONDS = 2.0
 """Files that take less are not in the table."""
 
-LONG_SECONDS = 8.0
+LONG_SECONDS = 5.0
 """Files that take as long, or longer, are run in shares."""
 
 _HEAD = "# Seconds by file, of one run on two cores. Written by pytest --write-costs.\n"

@@ -32,7 +32,7 @@ def test_tests_of_long_files_come_first_and_others_stay_in_order() -> None:
 
 @pytest.mark.parametrize("markers", PARTS)
 def test_every_long_file_is_in_one_share_and_no_short_one_is_left_out(markers: str) -> None:
-    costs, shares = read_costs(markers), 6
+    costs, shares = read_costs(markers), 8
     gaps = [left_out(costs, shares, f"{commit:x}") for commit in range(shares)]
     long = {file for file, seconds in costs.items() if seconds >= LONG_SECONDS}
     assert set().union(*gaps) == long

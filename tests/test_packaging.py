@@ -66,7 +66,7 @@ def test_torch_has_no_upper_bound_but_in_make_whose_lower_one_is_the_declared_on
 
 def test_the_oldest_and_the_newest_torch_are_those_that_ci_and_the_page_name() -> None:
     declared = next(line for line in PROJECT["project"]["dependencies"] if line.startswith("torch"))
-    oldest, script = declared.removeprefix("torch>="), (ROOT / ".ci" / "run").read_text()
+    oldest, script = declared.removeprefix("torch>="), (ROOT / "Makefile").read_text()
     assert f"TORCH='torch=={oldest}.*'" in script
     assert f"TORCH='torch>={NEWEST['torch']}'" in script
     assert f"| torch | {oldest} | {NEWEST['torch']} |" in (ROOT / "docs" / "compatibility.md").read_text()

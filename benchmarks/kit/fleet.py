@@ -39,6 +39,7 @@ from hetu_fx.planner.price.stage_seconds import stage_costs
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx_emulate.emulate import EmulateSpec, change_speed, current_speeds, run
+from hetu_fx_emulate.emulation_plan import rank_variables
 
 MakeModel = Callable[[], nn.Module]
 Batch = Mapping[str, Tensor]
@@ -76,28 +77,10 @@ def run_in_forks(name: str, arguments: Sequence[str], spec: EmulateSpec) -> None
     captures equal models once, as in tests.
     """
     port, job = _free_port(), partial(_be_rank, name, ("--smoke", *arguments))
-    environments = [_environment(spec, rank, port) for rank in range(spec.world_size)]
+    environments = [rank_variables(spec, rank, port, on_nodes=False) for rank in range(spec.world_size)]
     for environment, heard in in_forks(environments, job, len(environments), SECONDS_OF_FORKS):
         if heard != [0]:
             raise RuntimeError(f"rank {environment['RANK']} of {name}: {heard or 'died, or did not end'}")
-
-
-def _environment(spec: EmulateSpec, rank: int, port: int) -> dict[str, str]:
-    node = spec.node_of(rank)
-    peers = spec.ranks_of(node)
-    variables = {
-        "RANK": rank,
-        "LOCAL_RANK": peers.index(rank),
-        "WORLD_SIZE": spec.world_size,
-        "LOCAL_WORLD_SIZE": len(peers),
-        "GROUP_RANK": node,
-        "GROUP_WORLD_SIZE": spec.num_nodes,
-        "HETU_FX_NODE": f"node{node}",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    return {name: str(value) for name, value in variables.items()}
 
 
 def _free_port() -> int:

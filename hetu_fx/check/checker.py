@@ -30,7 +30,7 @@ from hetu_fx.check.small_batch import (
     with_few_micro_batches,
     with_few_pipelines,
 )
-from hetu_fx.check.trial import ROUNDED, Case, Found, Tolerance, TrialReference, alone, loss_is_additive, run_trial
+from hetu_fx.check.trial import Case, Found, TrialReference, alone, loss_is_additive, run_trial
 from hetu_fx.check.trial_blocks import KeptBlocks, recast_program, same_ops
 from hetu_fx.check.trial_report import differences_text, failure_text
 from hetu_fx.cluster.host import memory_left
@@ -214,7 +214,7 @@ class Checker:
             return None
         try:
             ready = self._case(plan, _CUTS[0], recasts=self.program)
-            found = self._compared(ready, start, ROUNDED)
+            found = self._compared(ready, start)
             if found.is_right:
                 return found, ready
             _log.debug("captured again, as recast it differs: %s", differences_text(found))
@@ -249,11 +249,11 @@ class Checker:
             raise CheckError(failure_text(plan, ready.case, found, ready.captured, ready.blocks)) from cause
         return found
 
-    def _compared(self, ready: Ready, start: float, tolerance: Tolerance | None = None) -> Found:
+    def _compared(self, ready: Ready, start: float) -> Found:
         """Try a case in the time that is left."""
         left = self._left(start, self._needs(ready))
         try:
-            return run_trial(ready.case, ready.reference, ready.captured, left, tolerance)
+            return run_trial(ready.case, ready.reference, ready.captured, left)
         except TimeoutError as error:
             raise NotChecked(f"it would take more than {self.seconds:.0f} s") from error
 
@@ -311,7 +311,7 @@ class Checker:
         rows = fewest_rows(small, world) if self.program is not None else uneven_row_count(small, world, given)
         batch = self._batch(TrialSizes(rows, sequence_length_for(small) if cut.lengths else None), narrowing, cut.dtype)
         own = None if self.shared or fixed or world == 1 else rows_of_ranks(rows, world)
-        case = Case(model, loss_fn, batch, small, own, self.row_dims, cut.dtype)
+        case = Case(model, loss_fn, batch, small, own, self.row_dims, cut.dtype, is_recast=recasts is not None)
         made = None if recasts is None else recast_program(recasts, blocks, narrowing, cut.dtype)
         return self._run_alone(case, blocks, cut, made)
 

@@ -54,7 +54,7 @@ _TOLERANCES = {
     torch.float16: Tolerance(3e-2, 0.1),
 }
 _LOWEST = Tolerance(0.3, 0.1)
-ROUNDED = Tolerance(1e-6, 1e-4)
+_RECAST = Tolerance(1e-6, 1e-4)
 """Where a module in float64 may cast to float32 inside, which a program that was recast does not show."""
 
 
@@ -71,6 +71,7 @@ class Case:
         row_dims: which dim of each input counts rows.
         dtype: of real numbers, as far as the model does not say another one.
         eager: how replicas share the batch where the module itself runs on every rank; None: graphs run.
+        is_recast: its graph is made of the whole model's, and does not show casts inside the module.
     """
 
     model: nn.Module
@@ -81,6 +82,7 @@ class Case:
     row_dims: Mapping[str, int]
     dtype: torch.dtype
     eager: RowMode | None = None
+    is_recast: bool = False
 
     @property
     def world(self) -> int:
@@ -204,12 +206,11 @@ def run_trial(
     reference: TrialReference,
     captured: GraphExecution | None,
     seconds: float | None = None,
-    tolerance: Tolerance | None = None,
 ) -> Found:
     """Train as many steps of a case as all ranks, and hold them against one device.
 
     A module that draws random numbers draws others than its graph: the plan is held against the graph on one device.
-    Without a `tolerance` the least exact dtype in the graph tells how much may differ.
+    The least exact dtype in the graph tells how much may differ.
 
     Raises:
         HetuFxError: the plan is refused, for the model or for the case's sizes.
@@ -225,7 +226,7 @@ def run_trial(
     if shared_out:
         right = _divided(right, case.world)
     lowest = case.dtype if captured is None else _lowest_dtype(captured.program)
-    tolerance = tolerance or _TOLERANCES.get(lowest, _LOWEST)
+    tolerance = _RECAST if case.is_recast else _TOLERANCES.get(lowest, _LOWEST)
     try:
         with _seeded():
             made = case.how(seconds).train(case.model, batches, case.plan, captured)

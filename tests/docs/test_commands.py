@@ -36,7 +36,7 @@ INSTALL = Held(why="needs a package index; its extras are looked up")
 MEASURE = Held(by="cli/test_measure.py::test_devices_and_blocks_are_measured_and_planned_from_the_files")
 PLANNED = Held(by="test_planning_page.py::test_the_page_shows_what_the_commands_print_and_the_tables_that_there_are")
 LAUNCHED = Held(
-    by="launch/test_elastic_machines.py::"
+    by="launch/test_elastic_launcher.py::"
     "test_under_the_launcher_unequal_machines_join_and_come_back_and_the_others_stay_in_their_processes"
 )
 ELASTIC = Held(
@@ -52,7 +52,9 @@ SEVERAL = Held(why="needs more processes or GPUs than CI has; its programs are r
 EXAMPLE = Held(by="examples/test_examples.py::test_an_example_trains_in_two_processes_what_it_trains_alone")
 LAUNCHED = Held(by="integrations/test_launchers.py::test_accelerate_launch_trains_like_one_process")
 ONE_OF_TWO = Held(by="integrations/test_launchers.py::test_a_launch_of_one_process_where_two_were_asked_for_is_told")
-SCRIPTS = Held(by="scripts/test_scripts.py::test_a_script_comes_out_as_on_one_device_or_is_refused_by_name")
+SCRIPTS = Held(
+    by="scripts/test_data_parallel_scripts.py::test_a_script_comes_out_as_on_one_device_or_is_refused_by_name"
+)
 BENCHMARK = Held(why="minutes long, of this machine; its module and its options are looked up")
 CI = Held(why="CI is this (.ci/run); its target is looked up")
 

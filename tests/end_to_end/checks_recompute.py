@@ -1,4 +1,4 @@
-"""Checks of blocks that are computed again in backward; run by test_features.py."""
+"""Checks of blocks that are computed again in backward; run by test_state_features.py."""
 
 from __future__ import annotations
 

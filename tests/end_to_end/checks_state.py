@@ -1,4 +1,4 @@
-"""Checks of optimizers, buffers, checkpoints and exports; run on four ranks by test_features.py."""
+"""Checks of optimizers, buffers, checkpoints and exports; run on four ranks by test_state_features.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What works beside plain training, on gloo ranks: the checks of the `checks_*` files, on processes started once."""
+"""What batches, variants and cut factors may be beside plain ones, on four processes started once."""
 
 from __future__ import annotations
 
@@ -6,20 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end import (
-    checks_batches,
-    checks_errors,
-    checks_parts,
-    checks_recompute,
-    checks_state,
-    checks_variants,
-)
+from tests.end_to_end import checks_batches, checks_parts, checks_variants
 from tests.end_to_end.twins import WORLD
 
 SECONDS_IN_ALL = 900
 CHECKS = {
     name: check
-    for module in (checks_batches, checks_variants, checks_parts, checks_state, checks_errors, checks_recompute)
+    for module in (checks_batches, checks_variants, checks_parts)
     for name, check in vars(module).items()
     if name.startswith("check_")
 }

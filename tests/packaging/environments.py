@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
 import subprocess
 import sys
 import venv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,10 @@ NOTHING_FOUND = ("No matching distribution found", "ResolutionImpossible")
 """What pip says where the index, or a constraint of this machine, allows no version."""
 BRINGS_CUDA = ("nvidia-", "cuda-")
 """How names of packages begin that make a torch of a few hundred megabytes one of several gigabytes."""
+TREE = "tree"
+"""What setuptools writes into this repository, under which name it is held."""
+KEEPS_COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
+"""Nothing is compiled as it is installed: what is imported is, then, and kept."""
 TO_TEST = ("pytest", "pytest-timeout", "hypothesis", "expecttest")
 
 
@@ -26,9 +32,18 @@ class NotInIndexError(Exception):
     """The index has no such package, or a constraint forbids it."""
 
 
+@contextmanager
+def held(name: str) -> Iterator[None]:
+    """Keep other processes of this repository from what has a name, meanwhile."""
+    BUILD.mkdir(exist_ok=True)
+    with (BUILD / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def run(*command: str | Path, cwd: Path = ROOT, seconds: float = 1800, **environment: str) -> str:
     """Run a command; return what it printed. Raises CalledProcessError, after its errors have been shown."""
-    names = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", **environment}
+    names = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", **KEEPS_COMPILED, **environment}
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=names, capture_output=True, text=True, timeout=seconds, check=False
     )
@@ -48,11 +63,12 @@ class Environment:
 
     @classmethod
     def at(cls, name: str, *, clear: bool = False) -> Environment:
-        """Make one, or take the one that is there."""
+        """Make one, or take the one that is there; two that ask for one at a time get the same."""
         made = cls(BUILD / name)
-        if clear or not made.python.exists():
-            venv.create(made.folder, with_pip=True, clear=True)
-            made.install("--upgrade", "pip")
+        with held(name):
+            if clear or not made.python.exists():
+                venv.create(made.folder, with_pip=True, clear=True)
+                made.install("--upgrade", "pip")
         return made
 
     @property
@@ -62,7 +78,7 @@ class Environment:
 
     def install(self, *words: str) -> None:
         """Install packages, given as words for pip."""
-        run(self.python, "-m", "pip", "install", "--quiet", *words)
+        run(self.python, "-m", "pip", "install", "--quiet", "--no-compile", *words)
 
     def resolve(self, *words: str) -> list[dict[str, Any]]:
         """Return the metadata of what pip would install. Raises NotInIndexError if there is no such package."""
@@ -72,7 +88,7 @@ class Environment:
     def pytest(self, *words: str | Path, cwd: Path = ROOT) -> int:
         """Run tests, which print to this process's output; return their status."""
         command = [self.python.with_name("pytest"), "-q", "-p", "no:cacheprovider", "--timeout", "300", *words]
-        settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        settings = {**KEEPS_COMPILED, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         return subprocess.run(
             list(map(str, command)), cwd=cwd, env={**os.environ, **settings}, check=False, timeout=1800
         ).returncode

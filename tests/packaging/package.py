@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from subprocess import CalledProcessError
 
-from tests.packaging.environments import BUILD, ROOT, TO_TEST, Environment, NotInIndexError, Torch, run
+from tests.packaging.environments import BUILD, ROOT, TO_TEST, TREE, Environment, NotInIndexError, Torch, held, run
 
 DIST = BUILD / "dist"
 TOOLS = ("build", "twine")
@@ -36,7 +36,8 @@ def main() -> int:
     tools = Environment.at("venv-tools")
     tools.install(*TOOLS)
     shutil.rmtree(DIST, ignore_errors=True)
-    run(tools.python, "-m", "build", "--outdir", DIST)
+    with held(TREE):
+        run(tools.python, "-m", "build", "--outdir", DIST)
     (sdist,), (wheel,) = DIST.glob("*.tar.gz"), DIST.glob("*.whl")
     run(tools.python, "-m", "twine", "check", "--strict", sdist, wheel)
     wrong = [*wrong_in_wheel(wheel), *wrong_in_sdist(sdist)]

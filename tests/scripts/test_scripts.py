@@ -1,63 +1,20 @@
-"""A selection of what scripts do to their model, each in one of the settings of two processes, in turns."""
+"""What is said of a script that comes out otherwise, hangs, crashes or is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.scripts import differences
-from tests.scripts.crew import Crew, crew
 from tests.scripts.job import Job
 from tests.scripts.record import read, write
 from tests.scripts.report import Found
-from tests.scripts.run import plain_outcome, run_all, verdict_of
-from tests.scripts.script import Results, Script, scripts, usual
+from tests.scripts.run import run_all
+from tests.scripts.script import Results, Script
 from tests.scripts.settings import SETTINGS
 from tests.scripts.verdict import Kind, Raised, Returned, Verdict, is_expected, judge
-
-TURNS = ("dp2", "tp2")
-EVERY = 4  # of how many scripts one is selected; python -m tests.scripts runs all in all settings
-
-Crews = Callable[[str], Crew]
-
-
-OF_TABLES = {"Trainer: label smoothing": "tp2", "Lightning: a module that returns its loss": "pp2"}
-"""Those of areas with a table of their own, and the setting of each."""
-
-
-def _selected() -> list[tuple[Script, str]]:
-    picked = usual()[::EVERY]
-    turns = [(one, [s for s in TURNS if s in one.settings][i % 2]) for i, one in enumerate(picked) if _in_turns(one)]
-    return [*turns, *((scripts()[name], setting) for name, setting in OF_TABLES.items())]
-
-
-def _in_turns(script: Script) -> bool:
-    return set(TURNS) <= set(script.settings)
-
-
-@pytest.fixture(scope="module")
-def crews() -> Iterator[Crews]:
-    with ExitStack() as stack:
-        made: dict[str, Crew] = {}
-
-        def of(setting: str) -> Crew:
-            if setting not in made:
-                made[setting] = stack.enter_context(crew(setting, SETTINGS[setting].world if setting else 1))
-            return made[setting]
-
-        yield of
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("script", "setting"), [pytest.param(*c, id=f"{c[0].name} / {c[1]}") for c in _selected()])
-def test_a_script_comes_out_as_on_one_device_or_is_refused_by_name(script: Script, setting: str, crews: Crews) -> None:
-    expected = plain_outcome(script, crews(""))
-    verdict = verdict_of(script, expected, crews(setting), SETTINGS[setting].world)
-    assert is_expected(script, verdict), f"{verdict.kind.value}: {verdict.why}"
 
 
 def _nothing(job: Job) -> Results:

@@ -91,6 +91,7 @@ class NodeRounds:
     def __init__(self, spec: NodesSpec, descriptors: Descriptors) -> None:
         self._descriptors, self._end_seconds = descriptors, spec.times.reach + _END_SECONDS
         self.store: StoreProcess | None = None
+        self._stores_before: list[StoreProcess] = []
         self._address = ""
         self._asked = 0
         self._settled: LaunchRound | None = None
@@ -100,8 +101,7 @@ class NodeRounds:
 
     def descriptors(self) -> list[int]:
         """Return file descriptors that are the launcher's alone; see `fork_child`."""
-        store = [] if self.store is None else [self.store.channel.fileno()]
-        return [self.channel.socket.fileno(), *store]
+        return [self.channel.socket.fileno(), *(store.channel.fileno() for store in self._stores())]
 
     def take(self, message: Message) -> None:
         """Take note of what concerns rounds: the address of this machine, or a round that is settled."""
@@ -116,6 +116,7 @@ class NodeRounds:
         """Want to be in the next start, and return it once it is settled; until then `workers` may change.
 
         Each time a store is served: the round says at once where its workers meet, whoever turns out to be the first.
+        Those of before are served until the round is settled, for workers elsewhere that still go there.
 
         Args:
             workers: how many processes this machine brings.
@@ -123,12 +124,11 @@ class NodeRounds:
         """
         if self._settled is not None:
             settled, self._settled, self._asked = self._settled, None, 0
-            if settled.node:
-                self._end_store()
+            self._end_stores(but=self.store if settled.node == 0 else None)
             return settled
         if self._address and workers != self._asked:
             changes = "the number of processes of a machine has changed" if self._asked else ""
-            self._end_store()
+            self._stores_before, self.store = self._stores(), None
             self.store, self._asked = StoreProcess(self._descriptors(), self._address), workers
             self.channel.send("ask", workers=workers, port=self.store.port, reason=reason or changes)
         return None
@@ -149,12 +149,16 @@ class NodeRounds:
             pass
         os.kill(self.process, signal.SIGKILL)
         os.waitpid(self.process, 0)
-        self._end_store()
+        self._end_stores(but=None)
 
-    def _end_store(self) -> None:
-        if self.store is not None:
-            self.store.end()
-            self.store = None
+    def _stores(self) -> list[StoreProcess]:
+        return [*self._stores_before, *([] if self.store is None else [self.store])]
+
+    def _end_stores(self, but: StoreProcess | None) -> None:
+        for store in self._stores():
+            if store is not but:
+                store.end()
+        self.store, self._stores_before = but, []
 
 
 class StoreProcess:

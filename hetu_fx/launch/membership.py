@@ -53,7 +53,8 @@ class Membership:
     """The nodes of a job.
 
     Attributes:
-        host: the node that served the store when the last round was settled.
+        host: of the members of the last round, the one that served the store when that was settled; the first of them
+            where none did, as the node that serves it leaves. Before the first round, the node that serves it.
         number: of the round that was settled last; 0 before the first.
         members: of that round, in the order of their ranks.
         joined: those that want to be in the next one, in the order in which they came.
@@ -96,6 +97,16 @@ class Membership:
     def joined_nodes(self) -> tuple[str, ...]:
         """Return the names of those that want to be in the next round."""
         return tuple(member.node for member in self.joined)
+
+    @property
+    def serves(self) -> str:
+        """Return the node that serves the store."""
+        return self.server or self.host
+
+    @property
+    def has_store_left(self) -> bool:
+        """Tell whether the node that serves the store has left the job: the round goes on without that."""
+        return bool(self.members) and self.serves not in self.member_nodes
 
     @property
     def electorate(self) -> tuple[str, ...]:
@@ -228,7 +239,10 @@ class Membership:
             return None
         order = {node: at for at, node in enumerate(self.member_nodes)}
         ready.sort(key=lambda one: order.get(one.node, len(order)))
-        return Membership(self.server or self.host, self.number + 1, tuple(ready[:most]), tuple(ready[most:]))
+        members = tuple(ready[:most])
+        is_host = any(one.node == self.serves for one in members)
+        host, server = (self.serves, "") if is_host else (members[0].node, self.serves)
+        return Membership(host, self.number + 1, members, tuple(ready[most:]), server=server)
 
     def to_json(self) -> str:
         """Write it as one line of JSON."""

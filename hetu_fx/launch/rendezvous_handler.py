@@ -64,6 +64,8 @@ class HetuRendezvous(RendezvousHandler):
         self._me = Member(f"{node_name()}-{os.getpid()}-{secrets.token_hex(3)}", address)
         self._reason = ""
         self._twin_since: float | None = None
+        self._gone_since: float | None = None  # the store, whose node has left the job
+        self._is_done = False
         self._workers_store: TCPStore | None = None
         self._settled = Membership(self._me.node)
         self._served: dict[Endpoint, TCPStore] = {}
@@ -104,7 +106,7 @@ class HetuRendezvous(RendezvousHandler):
         """Serve a store with the last round that this node knows."""
         self._served[where] = served
         last = self._settled  # before the first round nobody is known
-        ended = {one.address for one in last.members if one.node == last.host and self._at.has_ended}
+        ended = {one.address for one in last.members if one.node == last.serves and self._at.has_ended}
         store = self._connected(served, where, ended)
         store.open(self._settled.moved(self._me.node))
         return store
@@ -142,7 +144,8 @@ class HetuRendezvous(RendezvousHandler):
         that not each has its own; `waited` are the seconds for which this node has looked for one.
         """
         found = self._latest(self._at)
-        for turn, where in enumerate(self._endpoints[1:] if found is None and self._settled.number else ()):
+        others = (*self._endpoints[1:], self._endpoints[0]) if found is None and self._settled.number else ()
+        for turn, where in enumerate(others):
             is_due = waited >= turn * 2 * self._times.beat and where not in self._served
             if is_due and (served := where.serve(self._me.address)) is not None:
                 found = self._open(where, served)
@@ -198,6 +201,7 @@ class HetuRendezvous(RendezvousHandler):
     def new_wait(self, workers: int = 0, port: int = 0, reason: str = "") -> _RoundWait:
         """Want to be in the next round, with that many processes and a store at a port; see `Membership.joining`."""
         self._me, self._reason = replace(self._me, workers=workers, port=port), reason
+        self._is_done = False
         return _RoundWait(self._times)
 
     def attempt(self, wait: _RoundWait) -> Membership | None:
@@ -252,7 +256,7 @@ class HetuRendezvous(RendezvousHandler):
         """
         known, me = self._at.known, self._me.node
         if self._at.lost:
-            return "lost", f"the rendezvous at {self._at.where} is gone: {self._at.lost}"
+            return self._news_without_store()
         if known is None or known.number < self._settled.number:
             return "", ""
         gone = [node for node in known.member_nodes if node in known.evicted]
@@ -266,6 +270,25 @@ class HetuRendezvous(RendezvousHandler):
             return "lost", f"machines {_shown(sorted(self._at.silent))} do not answer, and may continue elsewhere"
         return ("join", "") if known.waiting(me, self._most) else ("", "")
 
+    def _news_without_store(self) -> tuple[str, str]:
+        """Say what `news` does where the store is gone.
+
+        Where its node has left the job at a step's end, which is not in the round under way, that goes on, and this
+        node goes to where another one serves the store. Where none can, its processes end the job as they are done.
+        """
+        known = self._at.known
+        last = self._settled if known is None or known.number < self._settled.number else known
+        if not last.has_store_left:
+            return "lost", f"the rendezvous at {self._at.where} is gone: {self._at.lost}"
+        self._gone_since = self._gone_since or time.monotonic()
+        waited = time.monotonic() - self._gone_since
+        self._move(waited)
+        if not self._at.lost:
+            self._gone_since = None
+            if self._is_done:
+                self.finish()
+        return ("closed", "") if self._is_done and self._at.lost and waited > self._times.reach else ("", "")
+
     def why_closed(self) -> str:
         """Return why the job has ended; "" if its work is done."""
         with suppress(RendezvousConnectionError):
@@ -274,6 +297,7 @@ class HetuRendezvous(RendezvousHandler):
 
     def finish(self) -> None:
         """Tell that the work of this node's processes is done."""
+        self._is_done = True
         self._at.change(lambda known: known.finishing(self._me.node))
 
     def leave(self, reason: str, *, closes: bool) -> None:
@@ -296,6 +320,8 @@ class HetuRendezvous(RendezvousHandler):
                 break
             time.sleep(self.pause)
             known = self._at.read()
+        if known.number != number:  # the others read here which round they are in
+            time.sleep(self._times.silent)
 
     def _try_round(self, wait: _RoundWait) -> Membership:
         """Join the next round, and settle it where that can be; return what is known."""
@@ -345,8 +371,10 @@ class HetuRendezvous(RendezvousHandler):
         if known is not None and known.is_over:
             return 0
         if self._at.lost:
-            _LOG.warning("the rendezvous at %s is gone: %s", self._at.where, self._at.lost)
-            return 1
+            kind, reason = self._news_without_store()
+            if kind == "lost":
+                _LOG.warning("%s", reason)
+            return int(kind == "lost")
         if known is None or known.number < self._settled.number:  # read before the round was settled
             return 0
         return known.waiting(self._me.node, self._most)

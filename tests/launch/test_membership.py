@@ -112,6 +112,19 @@ def test_a_node_that_says_that_it_leaves_is_not_waited_for() -> None:
     assert nodes(known.settled(1, 2, last_call_is_over=True)) == "a"
 
 
+def test_where_the_node_that_serves_leaves_the_first_member_is_host_of_the_round_that_goes_on_without_it() -> None:
+    left = joined(settled("abc").leaving("a"), "bc").settled(1, 4, last_call_is_over=True)
+    assert left is not None
+    assert (left.host, left.serves, left.has_store_left) == ("b", "a", True)
+    assert left.hearing("b", "c").evicted == {"c"}
+    assert left.hearing("c", "b").evicted == set()
+    moved = left.moved("c")
+    assert (moved.host, moved.serves, moved.has_store_left) == ("b", "c", False)
+    following = joined(moved, "bc").settled(1, 4, last_call_is_over=True)
+    assert following is not None
+    assert (following.host, following.server, following.has_store_left) == ("c", "", False)
+
+
 def test_processes_are_numbered_by_the_order_of_their_nodes() -> None:
     unequal = joined(settled("ab"), "b").joining(Member("a", "x", 3)).joining(Member("b", "y", 1))
     known = unequal.joining(Member("c", "z", 2)).settled(1, 3, last_call_is_over=True)

@@ -173,6 +173,56 @@ def test_the_next_endpoint_serves_when_the_first_is_gone_and_takes_newcomers() -
             assert comes.result(timeout=SECONDS).world_size == 3
 
 
+def leave_and_die(handler: HetuRendezvous) -> None:
+    handler.leave("", closes=False)
+    die(handler)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["the first serves", "the second has taken over"])
+def test_a_round_goes_on_where_the_node_that_serves_the_store_leaves_and_newcomers_join_it(first: int) -> None:
+    where = ",".join(free_endpoint() for _ in range(3))
+    with nodes(where, 3, 1, 3, **QUICK) as three:
+        together(three)
+        if first:
+            die(three[0])
+            until(lambda: three[1].num_nodes_waiting() and three[2].num_nodes_waiting())
+            together(three[1:])
+            assert three[1]._served
+        leaves, *others = three[first:]
+        with ThreadPoolExecutor(1) as pool:
+            left = pool.submit(leave_and_die, leaves)
+            until(lambda: leaves._me.node not in others[0]._at.read().member_nodes)
+            together(others)
+            left.result(timeout=SECONDS)
+        for handler in others:
+            until(lambda handler=handler: handler._at.lost)
+            until(lambda handler=handler: handler.news() == ("", "") and not handler._at.lost)
+            assert handler.num_nodes_waiting() == 0
+        with nodes(where, 1, 1, 3, **QUICK) as (back,), ThreadPoolExecutor(1) as pool:
+            comes = pool.submit(back.next_rendezvous)
+            until(lambda: all(handler.news() == ("join", "") for handler in others))
+            together(others)
+            assert comes.result(timeout=SECONDS).world_size == len(others) + 1
+
+
+def test_where_nobody_can_serve_the_store_after_it_left_the_others_end_the_job_as_they_are_done(where: str) -> None:
+    with nodes(where, 3, 1, 3, reach=0.5, **QUICK) as (leaves, *others):
+        together([leaves, *others])
+        for handler in others:  # of other machines, which do not have that address
+            handler._endpoints = (Endpoint("192.0.2.1", 29400),)
+        with ThreadPoolExecutor(1) as pool:
+            left = pool.submit(leave_and_die, leaves)
+            until(lambda: leaves._me.node not in others[0]._at.read().member_nodes)
+            together(others)
+            left.result(timeout=SECONDS)
+        until(lambda: all(handler._at.lost for handler in others))
+        assert [handler.news() for handler in others] == [("", "")] * 2
+        for handler in others:
+            with pytest.raises(RendezvousConnectionError):
+                handler.finish()
+            until(lambda handler=handler: handler.news() == ("closed", ""))
+
+
 def test_one_of_two_that_has_lost_the_store_does_not_go_on_alone_unless_it_may() -> None:
     where = ",".join(free_endpoint() for _ in range(2))
     with nodes(where, 2, 1, 2, timeout=4.0, **QUICK) as (first, other):

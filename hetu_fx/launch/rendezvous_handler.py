@@ -154,6 +154,8 @@ class HetuRendezvous(RendezvousHandler):
             _LOG.warning("the rendezvous is at %s now, which was at %s", found.where, self._at.where)
             self._at.end()
             self._at = found
+            # One that was served before has an old round, and its address is served anew when it is needed.
+            self._served = {at: store for at, store in self._served.items() if at == found.where}
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round, and return this node's rank in it once it is settled.

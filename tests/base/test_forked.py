@@ -32,8 +32,17 @@ def threads_after(connection: object) -> None:
     connection.send(torch.get_num_threads())  # type: ignore[attr-defined]
 
 
+def in_bad_fork() -> bool:
+    return True
+
+
+def looked_for_cuda(connection: object) -> None:
+    forked.in_bad_fork = in_bad_fork
+    threads_after(connection)
+
+
 def refusal(connection: object) -> None:
-    forked.in_bad_fork = lambda: True
+    forked.in_bad_fork = torch.cuda.is_available = in_bad_fork
     try:
         forked.settle_after_fork()
     except EnvironmentProblem as error:
@@ -42,6 +51,11 @@ def refusal(connection: object) -> None:
 
 def test_a_forked_process_has_one_thread() -> None:
     assert told("fork", threads_after) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_a_fork_of_a_process_that_found_no_cuda_device_is_not_refused() -> None:
+    assert told("fork", looked_for_cuda) == 1
 
 
 def test_this_process_keeps_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:

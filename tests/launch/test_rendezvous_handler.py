@@ -239,6 +239,17 @@ def test_one_of_two_that_has_lost_the_store_does_not_go_on_alone_unless_it_may()
         assert other.next_rendezvous().world_size == 1
 
 
+def test_a_node_that_goes_to_another_store_can_serve_its_own_address_again() -> None:
+    where = ",".join(free_endpoint() for _ in range(2))
+    with nodes(where, 2, 1, 2, alone_after=0.5, **QUICK) as (first, other):
+        together([first, other])
+        other._endpoints, other._at._failure = other._endpoints[1:], "cut"
+        assert other.next_rendezvous().world_size == 1
+        first._move(0.0)
+        assert first._at.where == other._at.where
+        assert first._endpoints[0].serve("127.0.0.1") is not None
+
+
 def test_of_three_endpoints_two_have_to_be_there_at_the_start() -> None:
     where = ",".join(free_endpoint() for _ in range(3))
     with nodes(where, 1, 1, 3, timeout=2.0) as (alone,), pytest.raises(RendezvousTimeoutError, match="1 of at least 2"):

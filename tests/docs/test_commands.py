@@ -192,6 +192,7 @@ HELD = {
     "pip install 'hetu-fx[zoo]'": INSTALL,
     "make test": CI,
     "make test-all": Held(why="more than an hour long; `make test` runs a share of it, its target is looked up"),
+    "make checks": CI,
     "make lint": CI,
     "make docs": Held(by="docs/test_pages.py::test_the_site_is_built_without_a_warning"),
     "make parity": Held(why="an hour long; `make test` runs a selection of the same, its target is looked up"),

@@ -5,6 +5,7 @@ away.
 """
 
 from hetu_fx_emulate.emulate import change_speed as change_speed
+from hetu_fx_emulate.emulate import lift_speeds as lift_speeds
 from hetu_fx_emulate.emulate import run as run
 from hetu_fx_emulate.processes import Output as Output
 from hetu_fx_emulate.spec import EmulateSpec as EmulateSpec

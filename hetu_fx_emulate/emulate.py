@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,7 +41,7 @@ from hetu_fx_emulate.network import run_command
 from hetu_fx_emulate.processes import Crew, Output
 from hetu_fx_emulate.spec import EmulateSpec, check_cores, check_speed
 
-__all__ = ["EmulateSpec", "Output", "change_speed", "current_cores", "current_speeds", "plan_run", "run"]
+__all__ = ["EmulateSpec", "Output", "change_speed", "current_speeds", "lift_speeds", "plan_run", "run"]
 
 
 def run(
@@ -164,16 +165,21 @@ def change_speed(rank: int, speed: float, control: str | os.PathLike[str] | None
         _rewrite(file, {**state, "speeds": speeds})
 
 
+def lift_speeds(control: str | os.PathLike[str] | None = None) -> None:
+    """Let each rank of a running emulation (see change_speed) use all cores; its speed is 0 until it is changed."""
+    folder = _control_folder(control)
+    with _locked_state(folder) as file:
+        state = _read_state(file)
+        limiter, ranks = _limiter_of(state), range(len(state["speeds"]))
+        for setting in chain(*(speed_settings(limiter, state["name"], rank, state["num_cores"]) for rank in ranks)):
+            setting.write()
+        _rewrite(file, {**state, "speeds": [0.0 for _ in ranks]})
+
+
 def current_speeds(control: str | os.PathLike[str] | None = None) -> tuple[float, ...]:
     """Return the speeds of a running emulation (see change_speed), changes included."""
     with _locked_state(_control_folder(control)) as file:
         return tuple(map(float, _read_state(file)["speeds"]))
-
-
-def current_cores(control: str | os.PathLike[str] | None = None) -> float:
-    """Return the cores that the ranks of a running emulation (see change_speed) share; not all of them can be given."""
-    with _locked_state(_control_folder(control)) as file:
-        return float(_read_state(file)["num_cores"])
 
 
 def _write_first_state(folder: Path, plan: RunPlan) -> None:

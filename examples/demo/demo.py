@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from examples.demo.settings import DemoSettings, settings_for
+from examples.demo.settings import CHECKPOINT, DemoSettings, settings_for
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx_emulate.emulate import EmulateSpec, Output, plan_run, run
 from hetu_fx_emulate.emulation_plan import LimitChoice
@@ -115,7 +115,7 @@ def _conclude(folder: Path, settings: DemoSettings) -> tuple[Comparison, Loaded]
     record = RunRecord.read(folder / "run.json")
     screen.head("The same training on one process")
     reference = train_alone(settings, screen)
-    loaded = load_checkpoint(folder / "checkpoint", record.weights, settings)
+    loaded = load_checkpoint(folder / CHECKPOINT, record.weights, settings)
     found = compare(record, reference, settings)
     write_files(folder, record, settings)
     draw_run(folder / "demo.png", record, reference, found, settings)

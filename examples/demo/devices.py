@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from examples.demo.settings import DemoSettings
-from hetu_fx_emulate.emulate import change_speed, current_cores, current_speeds
+from hetu_fx_emulate.emulate import change_speed, current_speeds, lift_speeds
 
 # Ends with its parent, or after its time, whatever happens.
 _COMPETITOR = """
@@ -56,11 +56,8 @@ class Devices:
     def make_unequal(self) -> None:
         """Give every device its own speed, where that can be done."""
 
-    def make_equal(self) -> None:
-        """Share the same cores equally, where that can be done."""
-
-    def favour_first(self) -> None:
-        """Give rank 0, which works while the others wait, nearly all cores, where that can be done."""
+    def lift_speeds(self) -> None:
+        """Let all share all cores, for what is not measured, where that can be done."""
 
 
 class Quotas(Devices):
@@ -80,11 +77,11 @@ class Quotas(Devices):
     def make_unequal(self) -> None:
         _set_speeds(self.settings.speeds)
 
-    def make_equal(self) -> None:
-        _set_speeds(self.settings.equal_speeds(current_cores()))
-
-    def favour_first(self) -> None:
-        _set_speeds(self.settings.speeds_for_one(current_cores()))
+    def lift_speeds(self) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            lift_speeds()
+        dist.barrier()
 
 
 def _set_speeds(speeds: Sequence[float]) -> None:

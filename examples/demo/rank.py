@@ -16,14 +16,13 @@ from examples.demo.data import Text, digest, library_pieces, loss_of, make_model
 from examples.demo.devices import Devices, Quotas
 from examples.demo.record import RunRecord, Throughput
 from examples.demo.screen import make_screen
-from examples.demo.settings import DemoSettings, settings_for
+from examples.demo.settings import CHECKPOINT, DemoSettings, settings_for
 from examples.demo.training import Training, even_shares, rows_of_this_rank
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import all_gather_object, broadcast_from_rank0
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.planner.api import OwnBlocks, measure_on_blocks
 from hetu_fx.planner.captured_program import CapturedProgram
-from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
 from hetu_fx.planner.simulate.simulate import simulate
 from hetu_fx.plans.plan import Plan
@@ -44,11 +43,13 @@ class Rank:
 
     def work(self) -> None:
         """Measure, plan, train, compare, save."""
-        cluster = self._measure()
         # Measuring and training are the subject: a device of 0.2 cores would take long over a capture.
-        self.devices.favour_first()
-        plans, predicted = self._plan(cluster)
-        self.devices.make_equal()
+        self.devices.lift_speeds()
+        program, blocks = self._capture()
+        self.devices.make_unequal()
+        cluster = self._measure(blocks)
+        self.devices.lift_speeds()
+        plans, predicted = self._plan(program, cluster)
         optimizer = make_optimizer(self.model, self.settings)
         batch = rows_of_this_rank(self.text.batch(0))
         hetu_fx.auto_parallelize(self.model, batch, plan=plans, cluster=cluster, optimizer=optimizer, check=False)
@@ -61,32 +62,34 @@ class Rank:
         shares = even_shares(self.text, self.devices, self.screen)
         self._save(training, shares, cluster, predicted)
 
-    def _measure(self) -> Cluster:
-        """Measure the devices, on the model's own blocks; these are made ready while all are equally fast."""
-        self.devices.make_equal()
-        program = CapturedProgram.of(Programs(self.model, None), self.text.batch(0))
-        blocks = OwnBlocks.of(program, program.costs(memory=False), torch.device("cpu"), self.table.size)
-        self.devices.make_unequal()
-        cluster = measure_on_blocks(blocks, Cluster.measure(self.table), self.table)
+    def _capture(self) -> tuple[CapturedProgram, OwnBlocks]:
+        """Capture the model on a usual batch, and make its blocks ready to measure devices on."""
+        self.screen.head("Capturing the model")
+        program = self._captured(0)
+        return program, OwnBlocks.of(program, program.costs(memory=False), torch.device("cpu"), self.table.size)
+
+    def _captured(self, step: int) -> CapturedProgram:
+        return CapturedProgram.of(Programs(self.model, None), self.text.batch(step))
+
+    def _measure(self, blocks: OwnBlocks) -> Cluster:
         self.screen.head("Devices, as measured")
+        cluster = measure_on_blocks(blocks, Cluster.measure(self.table), self.table)
         self.screen.say(str(cluster))
         return cluster
 
-    def _plan(self, cluster: Cluster) -> tuple[list[Plan], Timeline]:
+    def _plan(self, program: CapturedProgram, cluster: Cluster) -> tuple[list[Plan], Timeline]:
         """Plan a variant for usual batches and one for long ones; also return the first plan's simulated timeline.
 
         Rank 0 plans and tells the others: planning is deterministic, but slow devices would take long.
         """
         self.screen.head("Plans, and why")
-        plans, predicted = broadcast_from_rank0(self.table, lambda: self._planned(cluster))
+        plans, predicted = broadcast_from_rank0(self.table, lambda: self._planned(program, cluster))
         for plan in plans:
             self.screen.say(f"{plan.explain()}\n")
         return plans, predicted
 
-    def _planned(self, cluster: Cluster) -> tuple[list[Plan], Timeline]:
-        batches = [self.text.batch(step) for step in (0, self.settings.long_at[0])]
-        programs = [Programs(self.model, None).first(batch, training=True) for batch in batches]
-        costs = [program_costs(p, rows=len(batch["labels"])) for p, batch in zip(programs, batches, strict=True)]
+    def _planned(self, program: CapturedProgram, cluster: Cluster) -> tuple[list[Plan], Timeline]:
+        costs = [program.costs(), self._captured(self.settings.long_at[0]).costs()]
         options = PlanOptions(name="usual", max_length=self.settings.length), PlanOptions(name="long")
         plans = [make_plan(cost, cluster, options=own) for cost, own in zip(costs, options, strict=True)]
         return plans, simulate(plans[0], costs[0], cluster).timeline
@@ -95,11 +98,11 @@ class Rank:
         self, training: Training, shares: Mapping[str, Throughput], cluster: Cluster, predicted: Timeline
     ) -> None:
         self.screen.head("Saving and exporting")
-        self.devices.make_equal()
+        self.devices.lift_speeds()
         handle, events = training.hetu, all_gather_object(self.table, training.events)
         held_out = loss_of(self.model, rows_of_this_rank(self.text.held_out()))
         weights = {name: hetu_fx.full_tensor(parameter) for name, parameter in self.model.named_parameters()}
-        handle.save(self.folder / "checkpoint")
+        handle.save(self.folder / CHECKPOINT)
         handle.export(self.folder / "export")
         record = RunRecord(
             records=tuple(training.records),

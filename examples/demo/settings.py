@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from hetu_fx.errors import EnvironmentProblem
 
-LEAST_SPEED = 0.1
-"""Cores of a process that waits."""
+CHECKPOINT = "checkpoint"
+"""The folder that the ranks save to, in that of the demo."""
 
 USED_SHARE = 0.95
 """Of the cores there are; an emulation leaves some free."""
@@ -63,13 +63,8 @@ class DemoSettings:
         return len(self.speeds)
 
     def equal_speeds(self, num_cores: float) -> tuple[float, ...]:
-        """Return nearly all cores in equal shares: for starting and saving, where speed is not the subject."""
+        """Return nearly all cores in equal shares: for starting, where speed is not the subject."""
         return (min(1.0, USED_SHARE * num_cores / self.world_size),) * self.world_size
-
-    def speeds_for_one(self, num_cores: float) -> tuple[float, ...]:
-        """Return nearly all cores for rank 0: for what it works out while the others wait."""
-        waiting = (LEAST_SPEED,) * (self.world_size - 1)
-        return (min(1.0, USED_SHARE * num_cores - sum(waiting)), *waiting)
 
     def shape(self, step: int) -> tuple[int, int]:
         """Return (rows, length) of a step's global batch."""
@@ -81,15 +76,16 @@ class DemoSettings:
 
 
 FULL = DemoSettings(
-    width=384,
-    layers=5,
-    heads=12,
-    feed_forward=1280,
-    length=128,
-    long_length=512,
-    long_at=(7, 20),
-    slow_at=11,
-    compared_steps=2,
+    width=448,
+    layers=3,
+    heads=8,
+    feed_forward=1408,
+    length=64,
+    long_length=256,
+    long_at=(3,),
+    slow_at=8,
+    steps=20,
+    compared_steps=1,
 )
 
 QUICK = DemoSettings(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,8 @@ from torch import Tensor, fx, nn
 from hetu_fx.base.torch_private import detect_fake_mode, drop_traced_inputs
 from hetu_fx.errors import ExportError
 from hetu_fx.graph import meta
+from hetu_fx.graph.capture import tracing
 from hetu_fx.graph.containers import Constant, Entries, Items, Opaque, TensorSlot, Tree, flatten, unflatten, walk
-from hetu_fx.graph.tracing.autocasts import casting
 
 CPU = torch.device("cpu")
 
@@ -117,8 +116,7 @@ def export_runnable(runnable: Runnable, values: Mapping[str, Tensor], where: str
     dynamic_args, dynamic_kwargs = _as_call(unflatten(_blank(runnable.batch), dims))
     dynamic = (*dynamic_args, *dynamic_kwargs.values()) if args else dynamic_kwargs
     try:
-        with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad(), casting(()):
-            warnings.simplefilter("ignore")
+        with torch.inference_mode(False), tracing():
             exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic, strict=False)
     except Exception as error:
         raise ExportError(f"{where} cannot be exported: {type(error).__name__}: {error}") from error

@@ -113,7 +113,7 @@ def capture(
     codes = _Program.forward.__code__, _call.__code__
     these = Leaves(model, loss_fn, place, codes, leaves, around)
     program = _Program(model, input_tree, tuple(tensors), loss_fn, around, row_dims, numbers, fixed, these)
-    with in_mode(model, training), _surroundings():
+    with in_mode(model, training), tracing():
         graph = these.captured(lambda: _captured(program, tensors, training, place, casts_on_host))
     for told in these.warnings():
         warnings.warn(told, LeafWarning, stacklevel=2)
@@ -304,7 +304,7 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _surroundings() -> Iterator[None]:
+def tracing() -> Iterator[None]:
     """Trace with gradients on, ambient autocast off, and give back the random state as it was."""
     install_patches("torch")
     with contextlib.ExitStack() as stack:

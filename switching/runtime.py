@@ -57,6 +57,7 @@ from hetu_fx.switching.variants import Variants
 from hetu_fx.switching.whole import WholeModule
 
 _log = logging.getLogger("hetu_fx.variants")
+_CALLS_BITS = 20
 
 
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -83,6 +84,7 @@ class Runtime:
         self.current = ""
         self._syncs_gradients = True
         self.step = 0
+        self._untrained = 0  # calls since the last step
         self.guess = PredictedLossGrad()
         self.report = LastStep()
         self.switches = 0
@@ -335,6 +337,7 @@ class Runtime:
         self._become(first.variant)
         self._settle()
         self.step += self._trains
+        self._untrained = 0 if self._trains else self._untrained + 1
         if self._trains:
             self.whole.drop()
         made, timer, built = [], ComputeTimer(self.clock, self.host), self.idle.events.count
@@ -364,6 +367,7 @@ class Runtime:
             step=self.step,
             buffers=self.buffers,
             seed=self.settings.seed or 0,
+            draw=-(self.step << _CALLS_BITS | self._untrained) if self._untrained else self.step,
             shared=self.settings.shared,
             outputs=self.settings.outputs,
             syncs_gradients=self._syncs_gradients or self.table.size == 1,

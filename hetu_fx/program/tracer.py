@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from hetu_fx.base.dtypes import is_real
 from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALLS, FORWARD_HOOKS
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
+from hetu_fx.deduction.rules.call import read_call
 from hetu_fx.errors import BatchError, CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch, LossCall, flatten_batch
@@ -70,8 +71,8 @@ def _evidence_of_rows(program: Program, assumed: RowDims, capture: Capture, buff
         capture: gives the program of the same model with other dims as rows.
         buffers: gives those of the model.
     """
-    if starts := [name for name in _starts(program) if name in assumed]:
-        return Evidence(doubt=_doubt_of_starts(starts))
+    if positions := list(dict.fromkeys(_positions_of_rows(program))):
+        return Evidence(doubt=_doubt_of_positions(positions))
     loss = program.graph.loss
     if loss is None or not assumed:
         return NOTHING
@@ -108,22 +109,27 @@ def _doubt(assumed: RowDims, found: list[dict[str, int]]) -> str:
     )
 
 
-def _doubt_of_starts(names: list[str]) -> str:
+def _doubt_of_positions(names: list[str]) -> str:
     told = " and ".join(map(repr, names))
     return (
         f"the values of input {told} are positions in the rows of another input, which begin at 0 on every rank: rows "
-        f"of ranks cannot be put together\nhint: pass the batch of all ranks to each, by data='global', or entries "
-        f"of one length as a tensor of two dims, without positions"
+        f"of ranks cannot be put together\nhint: pass the batch of all ranks to each, by data='global', or pass no "
+        f"positions: torch.arange(len(x)) inside the forward counts all rows, and entries of one length are a tensor "
+        f"of two dims"
     )
 
 
-def _starts(program: Program) -> Iterator[str]:
-    """Yield the inputs whose values are read as positions in the rows of another input."""
+def _positions_of_rows(program: Program) -> Iterator[str]:
+    """Yield the inputs whose values are read as positions in the rows of another input, or in what is made of them."""
     inputs = {leaf.node: leaf.name for leaf in program.inputs}
+    rows = {program.graph.batch_symbol, program.graph.all_rows}
     for node in filter(program.factors.is_op, program.graph.graph.nodes):
         op = program.factors.op(node)
-        read = (_same_values(op.operands[place].node) for place in op.traits.starts if place < len(op.operands))
-        yield from (inputs[found] for found in read if found in inputs)
+        for place, pointed, dim in op.traits.points(read_call(node)) if op.traits.points else ():
+            name = inputs.get(_same_values(op.operands[place].node))
+            size = meta.expression(meta.shape(op.operands[pointed].node)[dim])
+            if name is not None and rows & getattr(size, "free_symbols", set()):
+                yield name
 
 
 def _same_values(node: fx.Node) -> fx.Node:

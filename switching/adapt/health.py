@@ -167,7 +167,8 @@ class UpdateTimes:
         self._begun = self._clock.now()
 
     def _end(self, *_: object) -> None:
-        self._spans.append((self._begun, self._clock.now()))
+        if self._begun is not None:  # timed from the middle on: a closure's first call has made the model parallel
+            self._spans.append((self._begun, self._clock.now()))
 
 
 HEALTHY = 1.0

@@ -55,6 +55,7 @@ class StepInputs:
         rows: which rows each rank brings and each pipeline takes.
         step: number of the training step.
         seed: of the numbers that graphs draw.
+        draw: tells apart what calls draw: the step, or a negative number for a call that trains nothing.
         buffers: of the model.
         shared: every rank passes the same batch.
         outputs: which outputs are wanted: "auto", "all" or "loss".
@@ -70,6 +71,7 @@ class StepInputs:
     rows: RowPlan
     step: int
     seed: int
+    draw: int
     buffers: Buffers
     shared: bool
     outputs: str

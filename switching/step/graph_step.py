@@ -128,7 +128,7 @@ class GraphStep(StepFrame):
 
     def write_buffers(self) -> None:
         """Write what buffers have become where they are at home."""
-        if self.trains and self.stage.updates:
+        if self.stage.updates:
             self.inputs.buffers.write(self.outcome.updates, self.stage.updates_of(self._pipelines_that_ran()))
             self.inputs.buffers.sync()  # scripts read buffers where they stand
 
@@ -190,7 +190,7 @@ class GraphStep(StepFrame):
         rows = self.leaves_of(cut.tensors)
         feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.INPUT, n): t for n, t in rows.items()}
         if self.stage.facts.random_states:
-            state = torch.tensor([self.inputs.seed, self.inputs.step, cut.first_row], dtype=torch.int64)
+            state = torch.tensor([self.inputs.seed, self.inputs.draw, cut.first_row], dtype=torch.int64)
             feeds.update({(SlotKind.RANDOM_STATE, name): state for name in self.stage.facts.random_states})
         all_rows = self.stage.deduced.annotated.graph.all_rows
         total = {} if all_rows is None else {all_rows: self.inputs.rows.total}

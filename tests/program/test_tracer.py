@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hetu_fx.errors import CaptureError
 from hetu_fx.program.captures import Programs
@@ -135,9 +136,41 @@ def test_positions_that_begin_at_0_on_every_rank_are_no_rows_that_are_put_togeth
     assert "hint: pass the batch of all ranks to each, by data='global'" in program.doubt
 
 
-def test_positions_in_a_table_that_is_no_input_with_rows_are_no_doubt() -> None:
+class Pairs(nn.Module):
+    """Compares all rows with all, or those that it is told."""
+
+    def __init__(self, compare: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.compare = nn.Linear(8, 3), compare
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        return self.compare(self.up(x), at).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("compare", "is_doubt"),
+    [
+        (lambda y, at: functional.cross_entropy(y @ y.T, at), True),
+        (lambda y, at: y * y[at.long()], True),
+        (lambda y, at: y.index_select(0, at), True),
+        (lambda y, at: torch.zeros_like(y).index_add(0, at, y), True),
+        (lambda y, at: functional.cross_entropy(y, at % 3), False),
+        (lambda y, at: y.gather(1, at[:, None] % 3), False),
+        (lambda y, at: y * torch.ones(9, 3)[at], False),
+        (lambda y, at: y * y[torch.arange(len(at)).flip(0)] * at[:, None], False),
+    ],
+)
+def test_values_of_an_input_that_are_positions_of_rows_are_a_doubt(
+    compare: Callable[[Tensor, Tensor], Tensor], *, is_doubt: bool
+) -> None:
+    program, _ = program_of(Pairs(compare), x=torch.randn(4, 8), at=torch.arange(4))
+    assert ("input 'at' are positions" in program.doubt) == is_doubt
+
+
+def test_positions_of_rows_are_a_doubt_also_where_they_are_no_rows_themselves() -> None:
     program, _ = program_of(Bags(), tokens=labels(9), starts=torch.tensor([0, 2, 3]), y=labels(3))
-    assert program.doubt == ""
+    assert program.row_dims == {"tokens": 0}
+    assert program.doubt.startswith("the values of input 'starts' are positions in the rows of another input")
 
 
 START, TODAY = monotonic(), datetime.datetime

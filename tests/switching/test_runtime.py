@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 import hetu_fx
 from tests.house.tree import trees
@@ -69,3 +71,42 @@ def test_one_device_alone_is_not_waited_for_at_the_start_of_a_step() -> None:
         model(*batch).loss.backward()
     assert model.hetu._runtime.clock.waits == 0
     assert model.hetu.stats["compute_seconds"] > 0
+
+
+class Noisy(nn.Module):
+    """Normalizes its rows, drops some of what it makes, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.out = nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.drop(self.out(self.norm(x)))
+
+
+def test_buffers_are_written_by_calls_that_train_nothing() -> None:
+    x, plain = torch.randn(6, 4), Noisy()
+    model = hetu_fx.auto_parallelize(copy.deepcopy(plain), (x,), plan="data")
+    average = AveragedModel(model)
+    for net in (plain, model):
+        with torch.no_grad():
+            net(x)
+            net.eval()(2 * x)
+        net.requires_grad_(requires_grad=False).train()(3 * x)
+    assert model.calls == plain.calls == 3
+    torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean)
+    update_bn([x, x], average)
+    torch.testing.assert_close(average.module.norm.running_mean, x.mean(0))
+
+
+def test_each_call_draws_numbers_of_its_own_also_without_training() -> None:
+    x = torch.randn(6, 4)
+    model = hetu_fx.auto_parallelize(Noisy(), (x,), plan="data", seed=3)
+    model.eval().drop.train()
+    with torch.no_grad():
+        made = [model(x), model(x)]
+    made += [model(x), model.train()(x), model(x)]
+    masks = {tuple((one == 0).flatten().tolist()) for one in made}
+    assert len(masks) == len(made)

@@ -248,19 +248,42 @@ def _pick_own(shard: PartCall) -> fx.Node:
     return shard.pick_rows(shard.given["self"], shard.dim, shard.given["index"])
 
 
+def _points_along_dim(call: Call) -> list[tuple[int, int, int]]:
+    return [(1, 0, call.dim())] if call.rank else []
+
+
+def _points_into_dims(call: Call) -> list[tuple[int, int, int]]:
+    found = _index_places(call).items()
+    return [(1 + index, 0, dim) for index, dim in found if not call.operands[1 + index].is_bool]
+
+
+def _begins_bags(call: Call) -> list[tuple[int, int, int]]:
+    return [(2, 1, 0)] if len(call.operands) > 2 else []
+
+
+_ALONG_DIM, _INTO_DIMS = OpTraits(points=_points_along_dim), OpTraits(points=_points_into_dims)
+
 RULES: tuple[Rule, ...] = (
-    *rules_for_ops(_table_lookup, "embedding", traits=OpTraits(sharded=ShardedForm(_look_up_own, OnMissingFactor.SUM))),
-    *rules_for_ops(_bagged, "embedding_bag", "embedding_bag.padding_idx", traits=OpTraits(starts=frozenset({2}))),
-    *rules_for_ops(_index_by_tensors, "index.Tensor", traits=KEEPS_ZEROS),
-    *rules_for_ops(_index_by_tensors, "_unsafe_index.Tensor"),
-    *rules_for_ops(_write_at_indices, "index_put", "_unsafe_index_put"),
-    *rules_for_ops(_pick_along_dim, "gather", traits=OpTraits(sharded=ShardedForm(_pick_own, OnMissingFactor.SUM))),
-    *rules_for_ops(_write_along_dim, "scatter.src", "scatter.value", "scatter_add"),
-    *rules_for_ops(_picked_rows, "index_select", traits=KEEPS_ZEROS),
-    *rules_for_ops(_added_rows, "index_add"),
+    *rules_for_ops(
+        _table_lookup,
+        "embedding",
+        traits=OpTraits(sharded=ShardedForm(_look_up_own, OnMissingFactor.SUM), points=_points_along_dim),
+    ),
+    *rules_for_ops(_bagged, "embedding_bag", "embedding_bag.padding_idx", traits=OpTraits(points=_begins_bags)),
+    *rules_for_ops(_index_by_tensors, "index.Tensor", traits=replace(KEEPS_ZEROS, points=_points_into_dims)),
+    *rules_for_ops(_index_by_tensors, "_unsafe_index.Tensor", traits=_INTO_DIMS),
+    *rules_for_ops(_write_at_indices, "index_put", "_unsafe_index_put", traits=_INTO_DIMS),
+    *rules_for_ops(
+        _pick_along_dim,
+        "gather",
+        traits=OpTraits(sharded=ShardedForm(_pick_own, OnMissingFactor.SUM), points=_points_along_dim),
+    ),
+    *rules_for_ops(_write_along_dim, "scatter.src", "scatter.value", "scatter_add", traits=_ALONG_DIM),
+    *rules_for_ops(_picked_rows, "index_select", traits=replace(KEEPS_ZEROS, points=_points_along_dim)),
+    *rules_for_ops(_added_rows, "index_add", traits=_ALONG_DIM),
     *rules_for_ops(one_hot, "one_hot"),
-    *rules_for_ops(_written_rows, "index_copy", linear=True),
-    *rules_for_ops(_written_rows, "index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce"),
-    *rules_for_ops(_folded_in, "scatter.reduce", "scatter.value_reduce", "scatter_reduce.two"),
+    *rules_for_ops(_written_rows, "index_copy", traits=_ALONG_DIM, linear=True),
+    *rules_for_ops(_written_rows, "index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce", traits=_ALONG_DIM),
+    *rules_for_ops(_folded_in, "scatter.reduce", "scatter.value_reduce", "scatter_reduce.two", traits=_ALONG_DIM),
     *rules_for_ops(_picked_along, "take_along_dim"),
 )

@@ -8,7 +8,7 @@ on a part; a form of it is right. Forms stand beside the rules of their family. 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -19,6 +19,7 @@ from torch import fx
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Split
 from hetu_fx.comm_ops.resolve.resolution import Resolution
 from hetu_fx.comm_ops.resolve.resolve import resolve
+from hetu_fx.deduction.rules.call import Call
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size, operand
 from hetu_fx.graph.edit import append_size
@@ -166,7 +167,7 @@ class OpTraits:
         sharded: its form where a factor is cut that it looks across.
         placed: its form where a factor is cut along which it goes by position.
         ring: its form where parts of operands go round.
-        starts: operands whose values are positions in the dim 0 of another, counted from its first entry.
+        points: tells of a call which operands have values that are positions in another, in which, and in what dim.
         needs_entries: libraries refuse to do it on a tensor without entries; a cut dim is the same dim of its result.
     """
 
@@ -176,7 +177,7 @@ class OpTraits:
     sharded: ShardedForm | None = None
     placed: Callable[[PartCall], fx.Node] | None = None
     ring: Callable[[PartCall], fx.Node] | None = None
-    starts: frozenset[int] = frozenset()
+    points: Callable[[Call], Iterable[tuple[int, int, int]]] | None = None
     needs_entries: bool = False
 
 

@@ -247,6 +247,10 @@ def _classified(call: Call) -> Factoring:
     return _reduced(call, operands, rows, NOTHING if cut else classes, classes if cut else NOTHING)
 
 
+def _points_at_classes(call: Call) -> list[tuple[int, int, int]]:
+    return [] if call.operands[1].is_float else [(1, 0, 1 if call.rank > 1 else 0)]
+
+
 def _of_rank(rank: int, argument: str, dims: Dims, rows: Dims, classes: tuple[str, ...]) -> Dims:
     if argument == "weight":
         return (classes,)
@@ -352,7 +356,11 @@ NORMALIZATIONS: tuple[Rule, ...] = (
     *rules_for_ops(_over_all_but_one, "_weight_norm"),
     *rules_for_ops(_per_channel, *BATCH_NORMS),
     *rules_for_ops(_per_channel, "instance_norm", instances=True),
-    *rules_for_ops(_classified, "cross_entropy_loss", traits=OpTraits(sharded=ShardedForm(_cross_entropy_over_parts))),
+    *rules_for_ops(
+        _classified,
+        "cross_entropy_loss",
+        traits=OpTraits(sharded=ShardedForm(_cross_entropy_over_parts), points=_points_at_classes),
+    ),
     *rules_for_ops(
         _classified,
         "nll_loss",

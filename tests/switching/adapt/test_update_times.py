@@ -53,3 +53,16 @@ def test_the_steps_of_all_optimizers_since_the_last_look_count() -> None:
         one.step()
     assert times.taken() == 3.0
     assert times.taken() == 0.0
+
+
+def test_a_step_that_is_timed_from_its_middle_on_does_not_count() -> None:
+    times, inner = UpdateTimes(Ticks()), optimizer()
+
+    def closure() -> float:
+        times.time_steps_of([inner])
+        return 0.0
+
+    inner.step(closure)
+    assert times.taken() == 0.0
+    inner.step()
+    assert times.taken() == 1.0

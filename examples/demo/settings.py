@@ -76,12 +76,12 @@ class DemoSettings:
 
 
 FULL = DemoSettings(
-    width=448,
-    layers=3,
-    heads=8,
-    feed_forward=1408,
-    length=64,
-    long_length=256,
+    width=384,
+    layers=5,
+    heads=12,
+    feed_forward=1280,
+    length=128,
+    long_length=512,
     long_at=(3,),
     slow_at=8,
     steps=20,

@@ -67,6 +67,17 @@ def _(job: Job) -> Results:
     return {"losses": losses, **job.parameters(average)}
 
 
+class OfBatch(nn.Module):
+    """Calls a model by the names in a batch, for loops that pass one argument."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        return self.model(**batch)
+
+
 @script("updates the statistics of an averaged model")
 def _(job: Job) -> Results:
     model, batch = job.conv()
@@ -75,18 +86,7 @@ def _(job: Job) -> Results:
     step(job, model, batch, sgd(model))
     average.update_parameters(model)
     average.update_parameters(model)
-
-    class Loader:
-        def __iter__(self) -> Any:
-            return iter([job.rows(batch)])
-
-    model.train()
-    for module in average.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.reset_running_stats()
-    average.train()
-    average(**job.rows(batch))
-    assert update_bn is not None
+    update_bn([job.rows(batch)], OfBatch(average))
     return {**job.parameters(average), **job.buffers(average)}
 
 

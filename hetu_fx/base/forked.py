@@ -22,7 +22,7 @@ def settle_after_fork() -> None:
     """
     if not isinstance(current_process(), ForkProcess):
         return
-    if in_bad_fork() and torch.cuda.is_available():  # a build with CUDA that has found no device counts as one too
+    if in_bad_fork():
         raise EnvironmentProblem(
             "this process was forked from one that has used CUDA already, and so cannot use it\n"
             "hint: restart the notebook, and call nothing of CUDA (.to('cuda'), Accelerator()) before notebook_launcher"

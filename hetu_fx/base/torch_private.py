@@ -103,8 +103,12 @@ def collectives_begun(group: ProcessGroup) -> int | None:
         return None
 
 
-in_bad_fork: Callable[[], bool] = torch.cuda._is_in_bad_fork  # forked from a process that has used CUDA
 dispatch_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # whether autocast knows an op
+
+
+def in_bad_fork() -> bool:
+    """Tell whether this process was forked from one that has used CUDA; one that found no device is marked, too."""
+    return torch.cuda._is_in_bad_fork() and torch.cuda.is_available()
 
 
 def make_tensor_guard(tensors: tuple[Tensor, ...]) -> Callable[[], bool] | None:

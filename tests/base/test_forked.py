@@ -32,17 +32,17 @@ def threads_after(connection: object) -> None:
     connection.send(torch.get_num_threads())  # type: ignore[attr-defined]
 
 
-def in_bad_fork() -> bool:
+def yes() -> bool:
     return True
 
 
 def looked_for_cuda(connection: object) -> None:
-    forked.in_bad_fork = in_bad_fork
+    torch.cuda._is_in_bad_fork = yes
     threads_after(connection)
 
 
 def refusal(connection: object) -> None:
-    forked.in_bad_fork = torch.cuda.is_available = in_bad_fork
+    torch.cuda._is_in_bad_fork = torch.cuda.is_available = yes
     try:
         forked.settle_after_fork()
     except EnvironmentProblem as error:

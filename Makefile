@@ -52,7 +52,7 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 	  echo "no venv: on Debian and Ubuntu, apt install python3-venv" >&2; exit 2; }
 	@$(INSTALL) --upgrade pip "setuptools>=77" wheel
 	@read -ra words <<<'$(TORCH)'; $(INSTALL) "$${words[@]}"
-	@PYTHONWARNINGS=ignore $(PIP) install --editable '.[hf,ui,dev,docs]'
+	@PYTHONWARNINGS=ignore $(INSTALL) --editable '.[hf,ui,dev,docs]'
 	@for d in $(LINKED); do ln -sfn ../$$d hetu_fx/$$d; done   # for mypy, which does not see the mapping
 	@echo '$(TORCH)' >$(VENV)/.torch   # a new environment has none yet
 	@touch $@

@@ -57,7 +57,7 @@ from hetu_fx.switching.variants import Variants
 from hetu_fx.switching.whole import WholeModule
 
 _log = logging.getLogger("hetu_fx.variants")
-_CALLS_BITS = 20
+_CALLS_BITS = 20  # of a draw: they number the calls between two steps
 
 
 Optimizers = Sequence[torch.optim.Optimizer]

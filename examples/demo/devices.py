@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -78,17 +78,22 @@ class Quotas(Devices):
         _set_speeds(self.settings.speeds)
 
     def lift_speeds(self) -> None:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            lift_speeds()
-        dist.barrier()
+        _on_rank_0(lift_speeds)
 
 
 def _set_speeds(speeds: Sequence[float]) -> None:
-    dist.barrier()
-    if dist.get_rank() == 0:
+    def change() -> None:
         for rank in changes(current_speeds(), speeds):
             change_speed(rank, speeds[rank])
+
+    _on_rank_0(change)
+
+
+def _on_rank_0(change: Callable[[], None]) -> None:
+    """Have rank 0 change the speeds, while nobody computes."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        change()
     dist.barrier()
 
 

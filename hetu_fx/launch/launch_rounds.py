@@ -90,8 +90,7 @@ class NodeRounds:
 
     def __init__(self, spec: NodesSpec, descriptors: Descriptors) -> None:
         self._descriptors, self._end_seconds = descriptors, spec.times.reach + _END_SECONDS
-        self.store: StoreProcess | None = None
-        self._stores_before: list[StoreProcess] = []
+        self._stores: list[StoreProcess] = []  # the last one is for the round that was asked for last
         self._address = ""
         self._asked = 0
         self._settled: LaunchRound | None = None
@@ -101,14 +100,14 @@ class NodeRounds:
 
     def descriptors(self) -> list[int]:
         """Return file descriptors that are the launcher's alone; see `fork_child`."""
-        return [self.channel.socket.fileno(), *(store.channel.fileno() for store in self._stores())]
+        return [self.channel.socket.fileno(), *(store.channel.fileno() for store in self._stores)]
 
     def take(self, message: Message) -> None:
         """Take note of what concerns rounds: the address of this machine, or a round that is settled."""
         match message:
             case {"kind": "is at", "address": address}:
                 self._address = address
-            case {"kind": "round", "own_port": port} if self.store is not None and port == self.store.port:
+            case {"kind": "round", "own_port": port} if self._stores and port == self._stores[-1].port:
                 fields = {name: value for name, value in message.items() if name not in ("kind", "own_port")}
                 self._settled = LaunchRound(**{**fields, "nodes": tuple(message["nodes"])})
 
@@ -124,13 +123,13 @@ class NodeRounds:
         """
         if self._settled is not None:
             settled, self._settled, self._asked = self._settled, None, 0
-            self._end_stores(but=self.store if settled.node == 0 else None)
+            self._end_stores(but_last=settled.node == 0)
             return settled
         if self._address and workers != self._asked:
             changes = "the number of processes of a machine has changed" if self._asked else ""
-            self._stores_before, self.store = self._stores(), None
-            self.store, self._asked = StoreProcess(self._descriptors(), self._address), workers
-            self.channel.send("ask", workers=workers, port=self.store.port, reason=reason or changes)
+            self._stores.append(StoreProcess(self._descriptors(), self._address))
+            self._asked = workers
+            self.channel.send("ask", workers=workers, port=self._stores[-1].port, reason=reason or changes)
         return None
 
     def finish(self) -> bool:
@@ -149,16 +148,12 @@ class NodeRounds:
             pass
         os.kill(self.process, signal.SIGKILL)
         os.waitpid(self.process, 0)
-        self._end_stores(but=None)
+        self._end_stores(but_last=False)
 
-    def _stores(self) -> list[StoreProcess]:
-        return [*self._stores_before, *([] if self.store is None else [self.store])]
-
-    def _end_stores(self, but: StoreProcess | None) -> None:
-        for store in self._stores():
-            if store is not but:
-                store.end()
-        self.store, self._stores_before = but, []
+    def _end_stores(self, *, but_last: bool) -> None:
+        ended, self._stores = self._stores, self._stores[-1:] if but_last else []
+        for store in ended[: len(ended) - len(self._stores)]:
+            store.end()
 
 
 class StoreProcess:

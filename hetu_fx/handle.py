@@ -16,7 +16,7 @@ from hetu_fx.base.progress import telling
 from hetu_fx.base.words import seconds_text
 from hetu_fx.checkpoint.checkpoint import load_model, save_model
 from hetu_fx.checkpoint.job_ends import SaveOnSignal
-from hetu_fx.checkpoint.snapshots import STOPPED_SECONDS, Snapshots
+from hetu_fx.checkpoint.snapshots import STOPPED_SECONDS, Snapshots, Wait
 from hetu_fx.errors import StateError
 from hetu_fx.export.write import export_runtime
 from hetu_fx.graph.bind import Batch, as_call
@@ -507,6 +507,7 @@ class Handle:
         every: int = 1,
         folder: str | Path | None = None,
         checkpoints: str | Path | None = None,
+        wait: Wait = "cheap",
         stopped_after: float | None = STOPPED_SECONDS,
     ) -> Snapshots:
         """Keep the state of the newest finished step in memory, for a job that is restarted; collective.
@@ -528,12 +529,21 @@ class Handle:
                 (HETU_FX_JOB, torchrun's --rdzv-id, or the Slurm step), else by those of one launcher and script. What
                 another job left in a given folder is gone on from as well.
             checkpoints: the parent of folders of `save`, of which the newest is loaded where no snapshot is whole.
+            wait: `step` returns when its snapshot is whole, so no finished step is ever done again. Without it storing
+                one overlaps the next steps, and a failure in that time costs the steps since the one before. "cheap"
+                waits where storing takes at most a twentieth of the time between two snapshots.
             stopped_after: seconds without a sign of life after which a process is ended under torchrun, so that all
                 are started again; None: never. `hetu-fx launch` has an option of its own.
         """
         folder, checkpoints = (None if path is None else Path(path) for path in (folder, checkpoints))
         snapshots = Snapshots(
-            self._runtime, optimizer, every=every, folder=folder, checkpoints=checkpoints, stopped_after=stopped_after
+            self._runtime,
+            optimizer,
+            every=every,
+            folder=folder,
+            checkpoints=checkpoints,
+            wait=wait,
+            stopped_after=stopped_after,
         )
         self._runtime.watch(snapshots)
         return snapshots

@@ -310,8 +310,8 @@ def _resumed(job: Record, begin: float, end: float) -> dict[str, Any]:
     lost, last, sources = 0, 0, list[str]()
     for line in job.progress():
         if "resumed" in line and begin < line["seconds"] < end:
-            lost, sources = lost + last - line["resumed"], [*sources, line["source"]]
-        last = line.get("step", line.get("resumed", last))
+            lost, sources = lost + max(0, last - line["resumed"]), [*sources, line["source"]]
+        last = line.get("finished", line.get("resumed", last))
     return {"steps_lost": lost, "sources": sources}
 
 

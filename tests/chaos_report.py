@@ -87,7 +87,7 @@ def steps_lost_at(start: dict[str, Any], record: Record) -> int:
 def _finished(told: Sequence[dict[str, Any]]) -> int:
     """Return the number of steps that were done at the end of what is told."""
     for line in reversed(told):
-        for what in ("step", "resumed", "rolled_back"):
+        for what in ("finished", "resumed", "rolled_back"):
             if what in line:
                 return int(line[what])
     return 0

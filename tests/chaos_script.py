@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 import hetu_fx
+from hetu_fx.checkpoint.snapshots import Snapshots
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError, CheckpointError
 
@@ -108,6 +109,16 @@ def plan(shares: range, name: str, zero: int) -> hetu_fx.Plan:
     return replace(hetu_fx.Plan.data_parallel(tuple(range(WORLD)), tuple(shares)), zero=zero, name=name)
 
 
+def finish(snapshots: Snapshots, done: int) -> None:
+    """Take a snapshot; a step is finished once that is whole, also where others join or leave then."""
+    try:
+        snapshots.step({"done": done})
+    except SystemExit:
+        tell(finished=done)
+        raise
+    tell(finished=done)
+
+
 def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, done: int) -> None:
     """Save, and keep few; a disk that is full is no reason to stop."""
     try:
@@ -128,7 +139,9 @@ def train() -> None:
         model = hetu_fx.auto_parallelize(model, batch(0), plan=plans, optimizer=optimizer, data="global", seed=1)
     with phase("load"):
         own = FOLDER / "snapshots" if WORLD == 1 else None  # alone it is compared with, and goes on from nothing
-        snapshots = model.hetu.snapshots(optimizer, folder=own, checkpoints=FOLDER / "saved", stopped_after=10.0)
+        snapshots = model.hetu.snapshots(
+            optimizer, folder=own, checkpoints=FOLDER / "saved", wait=True, stopped_after=10.0
+        )
         resumed = snapshots.resume()
     done = int(resumed.extra.get("done", 0))
     tell(resumed=done, source=resumed.source)
@@ -154,7 +167,7 @@ def train() -> None:
         done += 1
         tell(step=done, loss=loss.item(), kept=snapshots.last_step or resumed.step)
         with phase("snapshot"):
-            snapshots.step({"done": done})
+            finish(snapshots, done)
         if done % SAVE_EVERY == 0:
             with phase("save"):
                 save(model, optimizer, done)

@@ -19,7 +19,7 @@ from tests.chaos_job import SCRIPT, set_steps
 from tests.chaos_kinds import EARLY, KINDS, LATER, Fault
 from tests.chaos_nodes import NodeFault, node_summary, print_node_table
 from tests.chaos_record import ChaosError, Lines, Record, Span
-from tests.chaos_report import print_table, summary
+from tests.chaos_report import print_table, steps_lost_at, summary
 
 STEPS = 12
 SECONDS = 900  # a machine may be busy; it is no measurement
@@ -109,13 +109,13 @@ def record(tmp_path: Path) -> Record:
     ]
     progress = [
         {"seconds": 10.5, "resumed": 0, "source": "start"},
-        *({"seconds": 10.0 + step, "step": step} for step in (1, 2)),
+        *({"seconds": 10.0 + step, "step": step, "finished": step} for step in (1, 2)),
         {"seconds": 13.5, "resumed": 1, "source": "memory"},
-        *({"seconds": 12.0 + step, "step": step} for step in (2, 3, 4)),
+        *({"seconds": 12.0 + step, "step": step, "finished": step} for step in (2, 3, 4)),
         {"seconds": 16.5, "resumed": 4, "source": "memory"},
-        *({"seconds": 12.0 + step, "step": step} for step in (5, 6)),
-        {"seconds": 22.0, "step": 7},
-        {"seconds": 23.0, "step": 8},
+        *({"seconds": 12.0 + step, "step": step, "finished": step} for step in (5, 6)),
+        {"seconds": 22.0, "step": 7, "finished": 7},
+        {"seconds": 23.0, "step": 8, "finished": 8},
     ]
     for name, lines in (("events", events), ("progress", progress)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -140,6 +140,18 @@ def test_a_report_tells_times_steps_lost_and_what_a_bad_network_costs(
     printed = capsys.readouterr().out
     assert "FAILED: interrupted" in printed
     assert "went on from memory 1" in printed
+
+
+def test_a_step_whose_snapshot_was_not_whole_yet_is_not_a_finished_one(tmp_path: Path) -> None:
+    start = {"event": "start", "seconds": 13.0, "number": 1, "workers": [1, 2]}
+    done = {"seconds": 11.0, "step": 1, "finished": 1}
+    resumed = {"seconds": 13.5, "resumed": 1, "source": "memory"}
+    lost = []
+    for finished in ({}, {"finished": 2}):
+        lines = (done, {"seconds": 12.0, "step": 2, **finished}, resumed)
+        (tmp_path / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        lost.append(steps_lost_at(start, Record(tmp_path)))
+    assert lost == [0, 1]
 
 
 def test_a_report_of_a_run_without_a_step_has_no_useful_time(

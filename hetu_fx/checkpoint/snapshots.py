@@ -1,10 +1,10 @@
 """What `model.hetu.snapshots` gives: snapshots in memory every few steps, and going on from them after a restart.
 
-Snapshots of a training run in the memory of its nodes: written beside the steps that follow, found after a restart. At
-a step's end every rank copies what it counts of parameters, buffers and optimizer state. A thread then writes the copy
-to shared memory, sends it to the rank that keeps it too, and waits until all ranks have done so; only then the snapshot
-before is removed. So there is always one whole snapshot of a step that every rank has finished. A restarted job finds
-the newest one, and brings it to where it is needed.
+At a step's end every rank copies what it counts of parameters, buffers and optimizer state. A thread then writes the
+copy to shared memory, sends it to the rank that keeps it too, and waits until all ranks have done so; only then the
+snapshot before is removed. So there is always one whole snapshot of a step that every rank has finished. A restarted
+job finds the newest one, and brings it to where it is needed. Storing one overlaps the next steps, unless it is waited
+for.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -64,6 +65,7 @@ class SnapshotWriter:
         self.life = from_first(table, secrets.token_hex(8))
         self.holders = holders(all_gather_object(table, node_name()))
         self.last: SnapshotMoment | None = None  # the newest that is known to be whole
+        self.seconds = 0.0  # that storing the last one took
         self._is_failing = False
         self._aside = _own_table(table, self.life)
         self._executor = ThreadPoolExecutor(1, "hetu_fx_snapshots")
@@ -83,6 +85,11 @@ class SnapshotWriter:
             pending.result()
 
     def _store(self, moment: SnapshotMoment, pieces: RankShards, document: Mapping[str, Any]) -> None:
+        begin = time.perf_counter()
+        self._store_parts(moment, pieces, document)
+        self.seconds = time.perf_counter() - begin
+
+    def _store_parts(self, moment: SnapshotMoment, pieces: RankShards, document: Mapping[str, Any]) -> None:
         own = SnapshotPart(moment, self.rank, self.rank)
         sizes = self._of_all(lambda: self.memory.write(own, pieces, document))
         if sizes is None or not self._exchange(own, sizes):
@@ -233,6 +240,9 @@ def _carry_out(
 
 
 STOPPED_SECONDS = 30.0
+CHEAP_SHARE = 0.05  # of the time between two snapshots: what waiting for one may cost
+
+Wait = bool | Literal["cheap"]
 
 
 @dataclass(frozen=True)
@@ -264,11 +274,15 @@ class Snapshots:
         every: int = 1,
         folder: Path | None = None,
         checkpoints: Path | None = None,
+        wait: Wait = "cheap",
         stopped_after: float | None = STOPPED_SECONDS,
     ) -> None:
         if every < 1:
             raise StateError(f"snapshots every {every} steps cannot be; every=1 takes one after each")
+        if wait not in (True, False, "cheap"):
+            raise StateError(f"wait={wait!r} is not known; True, False and 'cheap' are")
         self._runtime, self._optimizer, self.every, self.checkpoints = runtime, optimizer, every, checkpoints
+        self._wait, self._last_time = wait, time.perf_counter()
         table = runtime.table
         self._memory = raise_on_all_ranks(table, lambda: SnapshotMemory.at(folder))
         raise_on_all_ranks(table, self._memory.remove_unfinished)
@@ -286,8 +300,9 @@ class Snapshots:
         """Tell that a step is finished, optimizer and schedulers included; every k-th call takes a snapshot.
 
         Collective. `extra` is any JSON object: what else a run needs to go on, such as its position in the data.
-        Returns when the state is copied; the rest is done beside the next steps. Where `hetu-fx launch` has processes
-        that wait to join, or are to leave, a snapshot is taken and waited for, and the script is run again with others.
+        Returns when the snapshot is whole, if it is waited for, else when the state is copied. Where `hetu-fx launch`
+        has processes that wait to join, or are to leave, a snapshot is taken and waited for, and the script is run
+        again with others.
 
         Raises:
             CommError: storing the snapshot before failed, as a process is gone.
@@ -303,6 +318,15 @@ class Snapshots:
         self._writer.write(runtime.step, self._tensors(), self._document(extra or {}))
         if self._is_joined:
             self._let_join()
+        if self._is_waited_for():
+            self.wait()
+        self._last_time = time.perf_counter()
+
+    def _is_waited_for(self) -> bool:
+        """Tell whether this rank waits for a snapshot. Each decides for itself: one that is whole is whole for all."""
+        if self._wait == "cheap":
+            return self._writer.seconds <= CHEAP_SHARE * (time.perf_counter() - self._last_time)
+        return self._wait
 
     def wait(self) -> None:
         """Wait until the snapshot under way is whole (or given up, with a warning)."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from torch import nn
 
 import hetu_fx
 from hetu_fx.checkpoint import joining, snapshot_files
-from hetu_fx.checkpoint.snapshots import Snapshots
+from hetu_fx.checkpoint.snapshots import Snapshots, Wait
 from hetu_fx.errors import CheckpointError, StateError
 
 STEPS = 6
@@ -33,7 +36,7 @@ class Net(nn.Module):
 class Run:
     """A training run that can be broken off and begun anew."""
 
-    def __init__(self, folder: Path, every: int = 1, width: int = 8, checkpoints: Path | None = None) -> None:
+    def __init__(self, folder: Path, width: int = 8, **options: Any) -> None:
         torch.manual_seed(2)
         self.model = Net(width).double()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
@@ -41,18 +44,19 @@ class Run:
         self.model = hetu_fx.auto_parallelize(
             self.model, batch(0), plan=hetu_fx.Plan.single(0), optimizer=self.optimizer, seed=3
         )
-        self.snapshots: Snapshots = self.model.hetu.snapshots(
-            self.optimizer, every=every, folder=folder, checkpoints=checkpoints
-        )
+        self.snapshots: Snapshots = self.model.hetu.snapshots(self.optimizer, folder=folder, **options)
 
     def train(self, first: int, last: int) -> None:
         for number in range(first, last):
-            self.model(**batch(number)).backward()
-            self.optimizer.step()
-            self.schedule.step()
-            self.optimizer.zero_grad()
-            self.snapshots.step({"batch": number + 1, "schedule": self.schedule.state_dict()})
+            self.step(number)
         self.snapshots.wait()
+
+    def step(self, number: int) -> None:
+        self.model(**batch(number)).backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.snapshots.step({"batch": number + 1, "schedule": self.schedule.state_dict()})
 
     @property
     def state(self) -> list[torch.Tensor]:
@@ -85,6 +89,36 @@ def test_snapshots_are_taken_every_so_many_steps(tmp_path: Path) -> None:
     run.train(0, 5)
     assert run.snapshots.last_step == 3
     assert Run(tmp_path).snapshots.resume().extra["batch"] == 3
+
+
+@pytest.mark.parametrize(
+    ("wait", "seconds_of_one", "is_whole"),
+    [(True, 1e6, True), ("cheap", 0.0, True), ("cheap", 1e6, False), (False, 0.0, False)],
+)
+def test_a_snapshot_is_waited_for_where_it_is_asked_or_cheap(
+    tmp_path: Path, wait: Wait, seconds_of_one: float, is_whole: bool
+) -> None:
+    run, may_write = Run(tmp_path, wait=wait), threading.Event()
+    run.snapshots._writer.seconds = seconds_of_one
+    write = snapshot_files.SnapshotMemory.write
+
+    def held(*given: Any) -> int:
+        assert may_write.wait(60)
+        return write(*given)
+
+    with mock.patch.object(snapshot_files.SnapshotMemory, "write", held):
+        if is_whole:
+            threading.Timer(0.05, may_write.set).start()
+        run.step(0)
+        assert run.snapshots.last_step == (1 if is_whole else None)
+        may_write.set()
+        run.snapshots.wait()
+    assert run.snapshots.last_step == 1
+
+
+def test_another_way_to_wait_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="wait='often' is not known"):
+        Run(tmp_path, wait="often")
 
 
 @pytest.fixture

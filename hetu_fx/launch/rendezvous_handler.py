@@ -69,6 +69,7 @@ class HetuRendezvous(RendezvousHandler):
         self._workers_store: TCPStore | None = None
         self._settled = Membership(self._me.node)
         self._served: dict[Endpoint, TCPStore] = {}
+        self._left: list[MembershipStore] = []  # those that did not answer when this node moved away from them
         self._at = self._first_store()
 
     def get_backend(self) -> str:
@@ -152,7 +153,9 @@ class HetuRendezvous(RendezvousHandler):
                 break
         if found is not None and found is not self._at:
             _LOG.warning("the rendezvous is at %s now, which was at %s", found.where, self._at.where)
-            self._at.end()
+            is_silent = self._at.is_silent
+            self._at.end(waits=not is_silent)
+            self._left += [self._at] * is_silent
             self._at = found
             # One that was served before has an old round, and its address is served anew when it is needed.
             self._served = {at: store for at, store in self._served.items() if at == found.where}
@@ -310,7 +313,8 @@ class HetuRendezvous(RendezvousHandler):
         try:
             self._leave(reason, closes)
         finally:
-            self._at.end()
+            for store in (*self._left, self._at):
+                store.end()
 
     def _leave(self, reason: str, closes: bool) -> None:
         me = self._me.node

@@ -240,14 +240,20 @@ class MembershipStore:
             return "this node has left it"
         return self._failure or (f"no answer for {silent:.1f} s" if silent > 2 * self._silent else "")
 
-    def end(self) -> None:
+    @property
+    def is_silent(self) -> bool:
+        """Tell whether a call of the store does not return: its side is there no longer, and has not ended."""
+        return bool(self.lost) and not self.has_ended
+
+    def end(self, *, waits: bool = True) -> None:
         """Show no further signs of life, and answer nothing any more.
 
-        The thread is waited for: one that is in a call of the store while the interpreter ends takes the process down.
+        The thread may be in a call of a store that does not answer. It must be waited for before the interpreter ends,
+        as such a call would take the process down.
         """
         self._ended.set()
         self._asked.put(lambda: None)
-        self._thread.join(2 * self._silent)
+        self._thread.join(2 * self._silent if waits else 0.0)
 
     def _ask(self, call: Callable[[], T]) -> T:
         """Have the thread do something; return what comes of it. Raises RendezvousConnectionError without an answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -171,6 +172,38 @@ def test_the_next_endpoint_serves_when_the_first_is_gone_and_takes_newcomers() -
             until(one.num_nodes_waiting)
             together([one, other])
             assert comes.result(timeout=SECONDS).world_size == 3
+
+
+class CutOffStore:
+    """Answers nothing until it is released, and fails then."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any) -> None:
+            self.released.wait(SECONDS)
+            raise RuntimeError("reset by peer")
+
+        return call
+
+
+def test_nodes_that_move_do_not_wait_for_a_call_of_the_store_that_they_leave() -> None:
+    where, cut_off = ",".join(free_endpoint() for _ in range(3)), CutOffStore()
+    with nodes(where, 3, 1, 3, beat=0.1, silent=10 * SECONDS) as three:
+        together(three)
+        left = [handler._at for handler in three]
+        for store in left:
+            store._store = cut_off  # type: ignore[assignment]
+        time.sleep(0.3)  # all of them are in a call
+        for store in left:
+            store._failure = "no answer"
+        try:
+            assert {info.world_size for info in together(three)} == {3}
+            assert not {handler._at for handler in three} & {*left}
+            assert all(store._thread.is_alive() for store in left)
+        finally:
+            cut_off.released.set()
 
 
 def leave_and_die(handler: HetuRendezvous) -> None:

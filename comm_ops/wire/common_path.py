@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
 
@@ -89,6 +90,7 @@ class CommonPath:
         self._inside_until = perf_counter()
         self._warned: Wait | None = None
         self._over, self._cut, self._cut_why = threading.Event(), threading.Event(), ""
+        self._left: str | None = None  # why this rank leaves, which its thread tells the others
         self._is_asked, self._is_refused, self._silence = False, False, StoreSilence()
         self._tell(self._standing())
         self._thread = threading.Thread(target=self._work, daemon=True, name="hetu_fx_common_path")
@@ -126,9 +128,13 @@ class CommonPath:
         self.check()
         asking = threading.Thread(target=self._ask, args=(what,), daemon=True)
         asking.start()
-        while asking.is_alive() and not self._cut.is_set():  # a store that is cut off does not answer
-            asking.join(_CUT_SECONDS)
+        self._join(asking)
         self.check()
+
+    def _join(self, thread: threading.Thread) -> None:
+        """Wait for a thread that asks the store, until communication is ended: one that is cut off does not answer."""
+        while thread.is_alive() and not self._cut.is_set():
+            thread.join(_CUT_SECONDS)
 
     def _ask(self, what: str) -> None:
         wait = Wait(what, perf_counter(), self)  # the store may be cut off, as the others may
@@ -188,14 +194,12 @@ class CommonPath:
         """Tell the others that this process takes part no longer."""
         if self._over.is_set() or self._process != os.getpid():
             return
-        self._over.set()
         if self._is_refused or self._silence.is_said or self._cut.is_set():  # there is nobody to tell, or nothing new
+            self._over.set()
             return
-        self._thread.join(2 * _LONGEST_PAUSE)
-        try:
-            self._tell(self._standing(left=why))
-        except RuntimeError:  # the store is gone: the others know
-            return
+        self._left = why
+        self._over.set()
+        self._join(self._thread)
 
     # In the thread that watches.
 
@@ -218,6 +222,9 @@ class CommonPath:
                 continue
             self._is_asked = self._is_refused = False
             before = now
+        if self._left is not None:
+            with suppress(RuntimeError):  # the store is gone: the others know
+                self._tell(self._standing(left=self._left))
 
     def _dial(self) -> None:
         """Connect to the store anew, if this rank waits for others, and the store is there and the same."""

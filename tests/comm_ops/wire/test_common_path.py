@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from hetu_fx.comm_ops.wire.common_path import VARIABLE, WAIT_SECONDS, CommonPath, patience
+from hetu_fx.comm_ops.wire.standings import RankStatus
 from hetu_fx.errors import CommError, EnvironmentProblem
 
 
@@ -54,6 +55,9 @@ class CutOff(dist.Store):
         self.answers.wait()
         return bool(self._store.check(keys))
 
+    def get(self, key: str) -> bytes:
+        return bytes(self._store.get(key))
+
 
 def test_a_rank_that_asks_a_store_that_is_cut_off_ends_when_communication_is_ended_and_tells_nobody() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -67,4 +71,21 @@ def test_a_rank_that_asks_a_store_that_is_cut_off_ends_when_communication_is_end
         path.finish()
     finally:
         store.answers.set()
+        dist.destroy_process_group()
+
+
+def test_a_rank_that_leaves_tells_the_others_why_and_waits_for_a_store_that_is_cut_off_until_it_learns_so() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    heard, cut_off = CutOff(), CutOff()
+    try:
+        CommonPath(dist.group.WORLD, heard, 60.0).leave("an error")
+        assert (status := RankStatus.read(heard.get("at/0").decode())) is not None
+        assert status.left == "an error"
+        path = CommonPath(dist.group.WORLD, cut_off, 60.0)
+        cut_off.answers.clear()
+        threading.Timer(0.2, path.cut, ["a machine is lost"]).start()
+        path.leave("an error")
+        assert path._thread.is_alive()
+    finally:
+        cut_off.answers.set()
         dist.destroy_process_group()

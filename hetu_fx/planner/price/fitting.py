@@ -10,11 +10,18 @@ in chunks the first blocks of the first chunk recompute first, and what its devi
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.placement import PlacedDevice, by_rank, homes_by_memory, peak_terms, placed_devices
+from hetu_fx.planner.price.placement import (
+    PlacedDevice,
+    alike_key,
+    by_rank,
+    homes_by_memory,
+    peak_terms,
+    placed_devices,
+)
 from hetu_fx.planner.price.stage_seconds import device_lines, forward_lines
 from hetu_fx.planner.price.step import PricedStep
 from hetu_fx.planner.values.options import PlanOptions
@@ -83,9 +90,12 @@ def _least_recompute(
 ) -> dict[Place, Stage] | None:
     """Return each stage with what it has to recompute; None where a device does not fit with all."""
     plan, asked, least = bare.plan, costs.under(bare.plan), dict[Place, _Least]()
-    speeds = {device.rank: device.speed for device in cluster.devices}
+    speeds, seen = {device.rank: device.speed for device in cluster.devices}, set[Hashable]()
     for rank, places in by_rank(placed_devices(plan, costs, speeds, bare.unlike)).items():
         key, limit = (places[0].pipeline, places[0].stage), cluster.device(rank).usable_bytes(fraction)
+        if (held := (alike_key(places), limit)) in seen:
+            continue
+        seen.add(held)
         known = least.get(key) or _Least.nothing(places, plan, asked)
         least[key] = known.fitting(places, limit)
         if not least[key].counts:

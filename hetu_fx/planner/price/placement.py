@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -171,8 +171,17 @@ def device_bytes(
 
     States are spread by `speeds`. Raises `PlanError` for a plan that does not fit the program.
     """
-    places = by_rank(placed_devices(plan, costs, speeds, pipelines))
-    return {rank: peak_terms(found, plan.schedule) for rank, found in places.items()}
+    places, known = by_rank(placed_devices(plan, costs, speeds, pipelines)), dict[Hashable, Terms]()
+    for found in places.values():
+        if (key := alike_key(found)) not in known:
+            known[key] = peak_terms(found, plan.schedule)
+    return {rank: known[alike_key(found)] for rank, found in places.items()}
+
+
+def alike_key(places: Sequence[PlacedDevice]) -> Hashable:
+    """Return what devices of one stage have in common that hold the same in all of their places."""
+    held = tuple((id(place.piece.costs), place.piece.share, place.homes) for place in places)
+    return places[0].pipeline, places[0].stage, held
 
 
 def by_rank(places: Iterator[PlacedDevice]) -> dict[int, list[PlacedDevice]]:
@@ -200,8 +209,12 @@ def homes_by_memory(plan: Plan, costs: ProgramCosts, limits: Mapping[int, int]) 
     room the plan is returned as it is. Rows stay as they are.
     """
     equal = dict.fromkeys(plan.devices, 1.0)
-    places = by_rank(placed_devices(replace(plan, homes=()), costs, equal))
-    rooms = {rank: _room(found, plan.schedule, limits[rank]) for rank, found in places.items()}
+    places, known = by_rank(placed_devices(replace(plan, homes=()), costs, equal)), dict[Hashable, float]()
+    keys = {rank: (alike_key(found), limits[rank]) for rank, found in places.items()}
+    for rank, found in places.items():
+        if keys[rank] not in known:
+            known[keys[rank]] = _room(found, plan.schedule, limits[rank])
+    rooms = {rank: known[key] for rank, key in keys.items()}
     most = max(rooms.values())
     if not plan.zero or not most or not (min(rooms.values()) or plan.is_data_parallel):  # where others own the rest
         return plan
@@ -236,7 +249,7 @@ def placed_devices(
 
     States are spread by the plan's shares of homes, or else by `speeds`.
     """
-    asked, dealt = costs.under(plan), plan.parts(costs.num_blocks)
+    asked, dealt, zero = costs.under(plan), plan.parts(costs.num_blocks), plan.zero_in_effect
     rows, speeds = pipeline_rows(costs.rows, plan), plan.home_weights(speeds)
     readers, tied_speed = _readers(dealt, speeds), _tied_speed(dealt, asked, speeds)
     chosen = (pair for pair in enumerate(dealt) if pipelines is None or pair[0] in pipelines)
@@ -251,7 +264,7 @@ def placed_devices(
             share, own = stage.shares[position][1], speeds[rank]
             split = min(1.0, own / (holders.columns[position % group] if holders.columns else holders.speed * share))
             homes = Homes(
-                zero=plan.zero_in_effect,
+                zero=zero,
                 num_copies=len(plan.pipelines) * stage.context,
                 split=split,
                 # In a grid nearly all weights are split: all count as if they were.

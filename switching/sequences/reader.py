@@ -415,7 +415,7 @@ class SequenceReading(Reading[GraphVariant]):
         def output(loss: Tensor) -> Any:
             """Return what the model does; beside the loss of a loss_fn, its own output, which nobody has."""
             by_model = reader.programs.loss_fn is None
-            return form.program.graph.rebuild({form.program.loss_name: loss}) if by_model else None
+            return form.program.graph.rebuild({form.program.loss_name: loss, **rows[0].passed}) if by_model else None
 
         plans = {variant.name: variant.plan for variant in variants}
         return Division(parts, counts, output, planned, partial(_work, assignments, plans, reader.costs[self.key]))

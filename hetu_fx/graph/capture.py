@@ -30,6 +30,7 @@ from hetu_fx.base.torch_private import (
     size_guards,
     without_fake_tensor_cache,
 )
+from hetu_fx.base.user_warnings import warn_user
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.assemble import Assembly, tied_buffers, written_back
@@ -121,7 +122,7 @@ def capture(
     with in_mode(model, training), tracing():
         graph = these.captured(lambda: _captured(program, tensors, training, place, casts_on_host))
     for told in these.warnings():
-        warnings.warn(told, LeafWarning, stacklevel=2)
+        warn_user(told, LeafWarning)
     _check_written_alone(graph, model)
     return graph
 

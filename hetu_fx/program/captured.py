@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hetu_fx.base.user_warnings import warn_user
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import GivenBatch
 from hetu_fx.graph.containers import passed_names
@@ -150,10 +150,9 @@ class Recurring:
             self._counts[label] += 1
             if self._counts[label] >= MANY and not self._is_told:
                 self._is_told = True
-                warnings.warn(
+                warn_user(
                     f"the model has been captured {self._counts[label]} times because of {label} ({how}, at last; that "
                     f"took {seconds:.1f} s), and the {MOST_CAPTURES} captures that were used last are kept\n"
                     f"hint: make a tensor of what changes often: a buffer that the script writes in place, or an "
                     f"input. Pad sizes to one of a few",
-                    stacklevel=2,
                 )

@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 
 from hetu_fx.base.dtypes import is_real
 from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALLS, FORWARD_HOOKS
+from hetu_fx.base.user_warnings import warn_user
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.deduction.rules.call import read_call
 from hetu_fx.errors import BatchError, CaptureError
@@ -292,12 +293,12 @@ class Tracer:
         program, told = traced.program(self.overrides), traced.watch.surroundings.told
         if told and told not in self._told_of:
             self._told_of.add(told)
-            warnings.warn(told, stacklevel=2)
+            warn_user(told)
         if training and not self.row_dims.dims:
             found = self._evidence(batch, program)
             program = replace(program, doubt=found.doubt) if found.doubt else program
             if found.used is not None:
-                warnings.warn(_row_dims_warning(found.used), stacklevel=2)
+                warn_user(_row_dims_warning(found.used))
                 self.row_dims = AskedRowDims(found.used)
                 traced = self._traced(batch, training)
                 program = traced.program(self.overrides)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +21,7 @@ from hetu_fx.base.frameworks import launchers, torch_optimizer
 from hetu_fx.base.launcher_end import end_with_torchrun
 from hetu_fx.base.progress import PhaseSeconds, telling
 from hetu_fx.base.torch_private import OPTIMIZED_MODULE
+from hetu_fx.base.user_warnings import warn_user
 from hetu_fx.checkpoint.from_meta import Arrive, Weights, awaiting_values
 from hetu_fx.checkpoint.own_init import META
 from hetu_fx.cluster.cluster import Cluster
@@ -257,7 +257,7 @@ def _auto_plan(planned: PlannedProgram | PlannedModule, cluster: Cluster, tried:
         return plan
     plan = broadcast_from_rank0(table, partial(planned.on_one_device().plan, cluster, "auto"))
     if table.rank == 0 and len(plan.pipelines) == 1:
-        warnings.warn(on_one_device_text(found.mode, plan), LeafWarning, stacklevel=6)
+        warn_user(on_one_device_text(found.mode, plan), LeafWarning)
     return plan
 
 
@@ -407,21 +407,19 @@ def _warn_if_alone(table: GroupTable) -> None:
     """Say loudly that a launcher is there, but this process is alone."""
     if table.size == 1 and any(launcher.variable in os.environ for launcher in launchers()):
         ways = " or ".join(f"'{launcher.two_processes}'" for launcher in launchers())
-        warnings.warn(
+        warn_user(
             f"hetu_fx runs on ONE process although a launcher started this script\n"
             f"hint: for two CPU processes use {ways}",
-            stacklevel=5,
         )
 
 
 def _warn_of_layout(model: nn.Module, table: GroupTable) -> None:
     """Say where a channels_last model keeps its layout on several ranks, and where not."""
     if table.rank == 0 and table.size > 1 and any(map(_is_channels_last, model.parameters())):
-        warnings.warn(
+        warn_user(
             "the model is channels_last, but on several ranks weights, and rows of other ranks, arrive in the default "
             "layout. Convolutions run in channels_last if a rank's own rows are, and convert weights each time. "
             "Results are equal up to rounding\nhint: pass inputs in channels_last too, of even shares",
-            stacklevel=5,
         )
 
 
@@ -556,7 +554,8 @@ def _state(wanted: Preparation) -> ParameterState:
     try:
         return optimizer_state_of(parameters, None if wanted.optimizer is None else torch_optimizer(wanted.optimizer))
     except ProfileError as problem:
-        warnings.warn(f"memory is planned as for AdamW: {problem}", stacklevel=5)
+        why, *_ = str(problem).splitlines()
+        warn_user(f"memory is planned as for AdamW: {why}", same_on_all_ranks=True)
         return optimizer_state_of(parameters)
 
 

@@ -7,7 +7,6 @@ before it measures, for the same reasons (its artifact's warm-up).
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.device_types import CPU, device_type_record
 from hetu_fx.base.torch_private import tree_leaves
+from hetu_fx.base.user_warnings import warn_user
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -148,10 +148,9 @@ class GraphExecution:
     ) -> GraphCompute:
         """Return what makes the device graphs of the plan's layout."""
         if plan.zero == 3 and not plan.gathers_units and table.rank == 0:
-            warnings.warn(
+            warn_user(
                 f"zero 3 under pipelines of several stages or micro-batches keeps parameters gathered for the whole "
                 f"step, as zero 2 does: {plan.summary()}",
-                stacklevel=2,
             )
         made = GraphCompute(table, homes, plan, self.backend, replays=self.replays)
         name = self.programs.name(self.program).encode()

@@ -120,6 +120,14 @@ class CommonPath:
             absent = [key for key in absent if not self._store.check([key])]
             time.sleep(_POLL_SECONDS if absent else 0)
 
+    def has_left(self, rank: int) -> bool:
+        """Tell whether another rank has come to the end of its program, without an error."""
+        try:
+            standing = self._read(rank)
+        except RuntimeError:  # the store is gone, with the rank that served it
+            return False
+        return standing is not None and standing.left == ""
+
     def explain(self, what: str) -> None:
         """Raise DivergedError if waiting for `what` has failed because a rank has left, or is dead.
 

@@ -586,11 +586,12 @@ def _joined(told: Sequence[_RankError]) -> str:
 def _check_signatures(table: GroupTable, gathered: Sequence[Numbers], facts: LocalFacts, *, is_unlike: bool) -> None:
     if is_unlike or len({row[_DIGEST] for row in gathered}) > 1:
         signatures, states = zip(*all_gather_object(table, (facts.shown, dict(facts.state()))), strict=True)
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(signatures))
+        told = _unlike(states) or "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(signatures))
         raise BatchError(
             f"the ranks' batches differ in keys, dtypes or static values, or their models do, or the graph that these "
-            f"led to (told by its hash). {_unlike(states)}{told}\n"
-            "hint: give all ranks the same keys, dtypes and static values in a step (one task for all), change a model "
+            f"led to (told by its hash). {told}\n"
+            "hint: give all ranks the same keys, dtypes and static values in a step (one task for all; strings that "
+            "forward does not read may differ), change a model "
             "on all ranks in the same way, before the same step, and use the same version of every package"
         )
 
@@ -621,4 +622,4 @@ def _unlike(states: Sequence[Mapping[str, str]]) -> str:
         for what, values in columns.items()
         if len(set(values)) > 1
     ]
-    return f"Unlike are: {'; '.join(lines[:_MOST_TOLD])}. " if lines else ""
+    return f"Unlike are: {'; '.join(lines[:_MOST_TOLD])}" if lines else ""

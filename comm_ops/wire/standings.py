@@ -17,6 +17,7 @@ WAY_OUT = (
     "has work of its own to do for longer (it evaluates, it saves), give the others more patience: "
     "auto_parallelize(options=hetu_fx.Options(wait_seconds=600)), or HETU_FX_WAIT_SECONDS=600 in the environment"
 )
+_LEFT_ALONE = "hint: a rank that the others have left may still evaluate under torch.no_grad(), which it does alone"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,9 @@ class Standings:
         """Say who has left the common path, and where every rank stands, `rank` being this one."""
         named = ", ".join(f"rank {other}" for other in astray)
         title = f"{named} did not come to where rank {rank} waits, at {own.place or own.waits_for}"
-        return self.explain_ranks(title, rank, own, bound)
+        told = self.explain_ranks(title, rank, own, bound)
+        have_left = [self.told[other] for other in astray]
+        return f"{told}\n{_LEFT_ALONE}" if all(it is not None and it.left == "" for it in have_left) else told
 
     def explain_ranks(self, title: str, rank: int, own: RankStatus, bound: float) -> str:
         """Say where every rank stands below a title, `rank` being this one."""

@@ -59,6 +59,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from hetu_fx.base.patches import Patch, register_patch
 
+register_pytree_node = pytree.register_pytree_node
 tree_flatten = pytree.tree_flatten
 tree_flatten_with_path = pytree.tree_flatten_with_path
 tree_leaves = pytree.tree_leaves

@@ -14,7 +14,18 @@ from hetu_fx.base.torch_private import detect_fake_mode, drop_traced_inputs
 from hetu_fx.errors import ExportError
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture import tracing
-from hetu_fx.graph.containers import Constant, Entries, Items, Opaque, TensorSlot, Tree, flatten, unflatten, walk
+from hetu_fx.graph.containers import (
+    Constant,
+    Entries,
+    Items,
+    Opaque,
+    Passed,
+    TensorSlot,
+    Tree,
+    flatten,
+    unflatten,
+    walk,
+)
 
 CPU = torch.device("cpu")
 
@@ -88,7 +99,7 @@ def plain_tree(tree: Tree, names: frozenset[str]) -> Tree:
         case Items(kind, children):
             plain = list if issubclass(kind, list) else tuple
             return Items(plain, tuple(plain_tree(child, names) for child in children))
-        case Opaque(name, _, _):
+        case Opaque(name) | Passed(name):
             return Constant(name, None)
         case leaf:
             return leaf

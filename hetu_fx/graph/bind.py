@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,23 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hetu_fx.errors import BatchError
-from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, flatten, unflatten, walk
+from hetu_fx.graph.containers import (
+    Constant,
+    Leaf,
+    Opaque,
+    TensorSlot,
+    Tree,
+    flatten,
+    passed_names,
+    passing,
+    unflatten,
+    walk,
+)
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.graph.row_dims import RowDims, with_rows
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
-
+_MOST_SHOWN = 80  # letters of a plain value
 
 _NO_BATCHES: tuple[tuple[type, str], ...] = (
     (torch.Tensor, "a tensor, whose rows would be taken for arguments\nhint: give a tuple of arguments, (batch,), or a "
@@ -130,7 +142,7 @@ class GivenBatch:
 
     batch: Batch
     tensors: Mapping[str, torch.Tensor]
-    others: tuple[Constant | Opaque, ...] = ()
+    others: tuple[Leaf, ...] = ()
     own_tree: Tree | None = None
 
     @classmethod
@@ -152,9 +164,21 @@ class GivenBatch:
         return tuple(self.batch) if self.own_tree is None else self.own_tree
 
     @property
-    def constants(self) -> Mapping[str, Any]:
-        """Return its plain values by name."""
-        return {leaf.name: leaf.value for leaf in self.others if isinstance(leaf, Constant)}
+    def passable(self) -> Mapping[str, Any]:
+        """Return by name its plain values that a forward may pass on without reading them."""
+        return passing(self.tree)[1] if self.others else {}
+
+    def plain(self, passed: Collection[str] = ()) -> Mapping[str, str]:
+        """Return texts by name that are equal where plain values are; of those that are `passed`, where classes are."""
+        if not self.others:
+            return {}
+        tree, values = passing(self.tree)
+        told = {name: type(value).__name__ if name in passed else _brief(value) for name, value in values.items()}
+        return told | {leaf.name: repr(leaf.value) for leaf in walk(tree) if isinstance(leaf, Constant)}
+
+    def plain_facts(self, passed: Collection[str] = ()) -> dict[str, str]:
+        """Return the same by what it is of, for messages."""
+        return {f"input {name!r}": text for name, text in self.plain(passed).items()}
 
     @property
     def objects(self) -> Mapping[str, str]:
@@ -188,6 +212,14 @@ class GivenBatch:
             )
 
 
+def _brief(value: Any) -> str:
+    """Return what is equal for equal values: their text, or its beginning, and a hash of it, where it is long."""
+    text = repr(value)
+    if len(text) <= _MOST_SHOWN:
+        return text
+    return f"{text[: _MOST_SHOWN - 20]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
+
+
 def input_tensors(graph: Graph, batch: Batch) -> dict[str, torch.Tensor]:
     """Return the tensors of a batch by input name.
 
@@ -206,8 +238,10 @@ def input_tensors(graph: Graph, batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def _check_constants(captured: Tree, given: Tree) -> None:
-    before = {leaf.name: leaf.value for leaf in walk(captured) if isinstance(leaf, Constant)}
-    now = {leaf.name: leaf.value for leaf in walk(given) if isinstance(leaf, Constant)}
+    known, _ = passing(given, passed_names(captured))
+    before, now = (
+        {leaf.name: leaf.value for leaf in walk(tree) if isinstance(leaf, Constant)} for tree in (captured, known)
+    )
     for name in before.keys() | now.keys():
         if before.get(name) != now.get(name):
             raise BatchError(

@@ -30,6 +30,7 @@ from hetu_fx.base.torch_private import (
     size_guards,
     without_fake_tensor_cache,
 )
+from hetu_fx.base.user_warnings import warn_user
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.assemble import Assembly, tied_buffers, written_back
@@ -45,7 +46,7 @@ from hetu_fx.graph.capture_failure import (
     refusing_counted_rows,
     watch_fixed_sizes,
 )
-from hetu_fx.graph.containers import Tree, flatten, unflatten
+from hetu_fx.graph.containers import Tree, flatten, passed_values, passing, unflatten
 from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.forward_checks import Check
 from hetu_fx.graph.graph import OBSERVED, Graph, OutputKind
@@ -60,6 +61,7 @@ from hetu_fx.graph.tracing.derivatives import Derivatives, DerivativeTaken, tran
 from hetu_fx.graph.tracing.known_results import known_results, open_lengths, without_numbers
 from hetu_fx.graph.tracing.raising_checks import ComparedRows, RaisingChecks
 from hetu_fx.graph.tracing.read_values import KnownValues
+from hetu_fx.graph.unread import UnreadValues
 
 LossFn = Callable[..., torch.Tensor]
 _ROWS = {True: Dim("batch", min=1), False: Dim.STATIC}
@@ -83,6 +85,7 @@ def capture(
     numbers: bool = True,
     fixed: bool = False,
     leaves: Collection[nn.Module] | None = None,
+    unread: UnreadValues | None = None,
 ) -> Graph:
     """Capture the forward of `model` on batches like `batch` as a graph.
 
@@ -103,20 +106,23 @@ def capture(
         numbers: Python numbers that the forward reads from tensors are outputs too, beside a loss.
         fixed: the graph is for batches of just these sizes.
         leaves: modules that are called as they are, besides those that the user has named; None: they are found.
+        unread: plain values of the batch in whose place the forward is given stand-ins; None: there are none.
 
     Raises:
         CaptureError: the model cannot be captured; names the line, with a hint.
         BatchError: `row_dims` does not fit the batch, or the graph that it leads to.
     """
-    input_tree, tensors = flatten_batch(batch)
+    unread = UnreadValues({}) if unread is None else unread
+    tree, tensors = flatten_batch(batch)
+    input_tree, _ = passing(tree, unread.stand_ins)
     place = device or find_device(model, tensors)
     codes = _Program.forward.__code__, _call.__code__
     these = Leaves(model, loss_fn, place, codes, leaves, around)
-    program = _Program(model, input_tree, tuple(tensors), loss_fn, around, row_dims, numbers, fixed, these)
+    program = _Program(model, input_tree, tuple(tensors), loss_fn, around, row_dims, numbers, fixed, these, unread)
     with in_mode(model, training), tracing():
         graph = these.captured(lambda: _captured(program, tensors, training, place, casts_on_host))
     for told in these.warnings():
-        warnings.warn(told, LeafWarning, stacklevel=2)
+        warn_user(told, LeafWarning)
     _check_written_alone(graph, model)
     return graph
 
@@ -219,6 +225,7 @@ class _Program(nn.Module):
         numbers: bool,
         fixed: bool,
         leaves: Leaves,
+        unread: UnreadValues,
     ) -> None:
         super().__init__()
         self.model = model
@@ -232,7 +239,7 @@ class _Program(nn.Module):
         self.output = _OutputStructure()
         self.around = around
         self.asked, self.numbers, self.fixed = asked, numbers, fixed
-        self.leaves = leaves
+        self.leaves, self.unread = leaves, unread
         self.reading: RaisingChecks | None = None
         self.takes_derivatives = False
         self.row_dims: RowDims = {}
@@ -243,7 +250,7 @@ class _Program(nn.Module):
         self.output.mode = detect_fake_mode(tensors)
         inputs = dict(zip(self.names, tensors, strict=True))
         self._tie_rows(inputs)
-        batch = unflatten(self.input_tree, inputs)
+        batch = unflatten(self.input_tree, inputs | passed_values(self.unread.stand_ins))
         args, kwargs = as_call(batch)
         with contextlib.ExitStack() as stack:
             stack.enter_context(known_results(self.output.mode))
@@ -265,14 +272,16 @@ class _Program(nn.Module):
             stack.enter_context(written_back(self.model, self.ties))
             more = stack.enter_context(self.around())
             stack.enter_context(self.leaves.tracing(inputs, self.autocasts_traced))  # ends before what is around
-            output = self.model(*args, **self.call.of_model(kwargs))
+            with self.unread.watching():
+                output = self.model(*args, **self.call.of_model(kwargs))
             self.output.asks_layout = seen.asks_layout
             tree, values = with_numbers(*flatten(output))
             self.output.found, self.output.more = tree, None
-            if more:
-                self.output.more, further = flatten({f"{OBSERVED} {name}": value for name, value in more.items()})
-                values |= further
-            loss = () if self.loss_fn is None else (self._loss(output, *args, **kwargs),)
+            with self.unread.watching():
+                if more:
+                    self.output.more, further = flatten({f"{OBSERVED} {name}": value for name, value in more.items()})
+                    values |= further
+                loss = () if self.loss_fn is None else (self._loss(output, *args, **kwargs),)
             violations = () if self.reading is None else self.reading.violations()
             return (*values.values(), *loss, *violations)
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from hetu_fx.errors import StateError
+from hetu_fx.graph.unread import StandIn, can_stand_in, passed_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,13 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
+class Passed:
+    """Stands for a plain value of a batch that the forward does not read: that of the input of this name, as it is."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Opaque:
     """Stands for an object that is neither a tensor, a plain value nor a known container."""
 
@@ -80,7 +88,7 @@ class Entries:
 LOSS = "loss"
 FIRST = ("", "output", "0")  # what an output is called that stands alone, or comes first
 
-Leaf = TensorSlot | Constant | Opaque
+Leaf = TensorSlot | Constant | Passed | Opaque
 Tree = Leaf | Items | Entries
 
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
@@ -222,6 +230,8 @@ def flatten(value: Any) -> tuple[Tree, dict[str, torch.Tensor]]:
 
 def _flatten(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Tree:
     name = ".".join(path)
+    if isinstance(value, StandIn):
+        return Passed(passed_name(value))
     if isinstance(value, torch.Tensor):
         tensors[name] = value
         return TensorSlot(name)
@@ -249,19 +259,80 @@ def _flatten_fields(
     return Entries(type(value), keys, tuple(children))
 
 
+def passing(tree: Tree, names: Collection[str] | None = None) -> tuple[Tree, dict[str, Any]]:
+    """Return a batch's tree in which strings, and lists of plain values, are `Passed`; and these values by name.
+
+    They are those of the given names; None: all that there are.
+    """
+    found: dict[str, Any] = {}
+
+    def at(tree: Tree, path: tuple[str, ...]) -> Tree:
+        name = ".".join(path)
+        if name and (names is None or name in names) and _may_be_passed(tree):
+            found[name] = unflatten(tree, {})
+            return Passed(name)
+        match tree:
+            case Items(kind, children):
+                return Items(kind, tuple(at(child, (*path, str(i))) for i, child in enumerate(children)))
+            case Entries(kind, keys, children):
+                pairs = zip(keys, children, strict=True)
+                return Entries(kind, keys, tuple(at(child, (*path, str(key))) for key, child in pairs))
+            case leaf:
+                return leaf
+
+    return at(tree, ()), found
+
+
+def _may_be_passed(tree: Tree) -> bool:
+    match tree:
+        case Constant(_, value):
+            return can_stand_in(type(value))
+        case Items(kind, children):
+            return can_stand_in(kind) and all(map(_is_plain, children))
+        case _:
+            return False
+
+
+def _is_plain(tree: Tree) -> bool:
+    match tree:
+        case Items(kind, children) | Entries(kind, _, children):
+            return kind in (list, tuple, dict) and all(map(_is_plain, children))
+        case leaf:
+            return isinstance(leaf, Constant)
+
+
 def unflatten(tree: Tree, values: Mapping[str, Any]) -> Any:
-    """Build the structure again with `values` in its slots; a slot without a value becomes None."""
+    """Build the structure again with `values` in its slots; a slot without a value becomes None.
+
+    Values of what is `Passed` are under the names that `passed_values` gives them.
+    """
     match tree:
         case NumberSlot() as slot:
             return slot.number(values[slot.name]) if slot.name in values else WithheldNumber(slot.shown, NOT_ASKED)
         case TensorSlot(name):
             return values.get(name)
+        case Passed(name):
+            return values.get(_slot_of_passed(name))
         case Constant(_, value) | Opaque(_, value):
             return value
         case Items(kind, children):
             return _build_items(kind, [unflatten(child, values) for child in children])
         case Entries(kind, keys, children):
             return _build_fields(kind, dict(zip(keys, (unflatten(c, values) for c in children), strict=True)))
+
+
+def passed_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain values of a batch, or their stand-ins, by input name, as `unflatten` takes them beside tensors."""
+    return {_slot_of_passed(name): value for name, value in values.items()}
+
+
+def _slot_of_passed(name: str) -> str:
+    return f"input {name!r}"  # outputs may have the names of inputs
+
+
+def passed_names(tree: Tree) -> frozenset[str]:
+    """Return the names of the inputs that are passed on."""
+    return frozenset(leaf.name for leaf in walk(tree) if isinstance(leaf, Passed))
 
 
 def _build_items(kind: type, items: list[Any]) -> Any:

@@ -183,9 +183,14 @@ def innermost_frame(stack_trace: str) -> tuple[str, int] | None:
     return outside[-1] if outside else None
 
 
+def source_frame(node: fx.Node) -> tuple[str, int] | None:
+    """Return the file and the line that the node comes from, if they are known."""
+    return innermost_frame(node.meta.get("stack_trace") or "")
+
+
 def source_line(node: fx.Node) -> str:
     """Return where the node comes from as "file.py:41", or "unknown line"."""
-    frame = innermost_frame(node.meta.get("stack_trace") or "")
+    frame = source_frame(node)
     return f"{os.path.basename(frame[0])}:{frame[1]}" if frame else UNKNOWN_LINE
 
 
@@ -197,7 +202,7 @@ def set_source_line(node: fx.Node, where: str) -> None:
 
 def source_text(node: fx.Node) -> str:
     """Return the text of the line that the node comes from; "" where it is not known."""
-    frame = innermost_frame(node.meta.get("stack_trace") or "")
+    frame = source_frame(node)
     return linecache.getline(*frame).strip() if frame else ""
 
 

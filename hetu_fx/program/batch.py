@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -42,10 +42,13 @@ def quick_batch_form(given: GivenBatch) -> tuple[Any, ...]:
     return given.structure, kinds, ambient_autocasts(), torch.get_default_dtype()
 
 
-def batch_form(given: GivenBatch, training: bool) -> str:
-    """Return a text that is equal for batches that one captured program can run."""
+def batch_form(given: GivenBatch, training: bool, passed: Collection[str] = ()) -> str:
+    """Return a text that is equal for batches that one captured program can run, which does not read what is `passed`.
+
+    A forward passes plain values of these names on, or leaves them alone.
+    """
     parts = [f"{name}:{_short(t.dtype)}[{t.dim()}]" for name, t in sorted(given.tensors.items())]
-    parts += sorted(f"{name}={value!r}" for name, value in given.constants.items())
+    parts += sorted(f"{name}={text}" for name, text in given.plain(passed).items())
     parts += sorted(f"{name}:{kind}" for name, kind in given.objects.items())
     parts += [f"autocast {kind} {_short(dtype)}" for kind, dtype in ambient_autocasts()]
     parts += [f"default {_short(torch.get_default_dtype())}"]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from hetu_fx.base.user_warnings import warn_user
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import GivenBatch
+from hetu_fx.graph.containers import passed_names
 from hetu_fx.graph.example import order_in_memory
 from hetu_fx.graph.tracing.autocasts import Autocasts
 from hetu_fx.program.program import Bindings, Program
@@ -49,7 +50,7 @@ class Captured:
         program: the program.
         structure: of the model.
         reads: what the forward has read.
-        constants: plain values of the batches.
+        constants: texts of the plain values of the batches, by name; of those that are passed on, of their classes.
         autocasts: that are written into it.
     """
 
@@ -57,8 +58,13 @@ class Captured:
     program: Program
     structure: Structure
     reads: Reads
-    constants: Mapping[str, object]
+    constants: Mapping[str, str]
     autocasts: Autocasts
+
+    @property
+    def passed(self) -> frozenset[str]:
+        """Return the names of plain values that the forward does not read."""
+        return passed_names(self.program.graph.input_tree)
 
     def holds(self, structure: Structure) -> bool:
         """Tell whether the model is what it was, down to what its forward has read."""
@@ -82,6 +88,7 @@ class Match:
         rows: of the batch.
         bindings: what the symbols of the program's sizes stand for.
         signature: equal on ranks whose batches are alike, and whose models consist of the same.
+        plain_facts: the plain values, for messages.
         notes: what readers have found out of it that holds for all batches of its form and sizes, by what it is.
     """
 
@@ -90,10 +97,13 @@ class Match:
     rows: int
     bindings: Bindings
     signature: str
+    plain_facts: Mapping[str, str] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
 
 Sizes = tuple[int, Bindings]
+Form = Callable[[frozenset[str]], str]
+"""Gives the form of a batch, for programs that do not read plain values of these names."""
 
 
 def batch_sizes(program: Program, given: GivenBatch) -> Sizes | str:
@@ -116,9 +126,10 @@ def batch_sizes(program: Program, given: GivenBatch) -> Sizes | str:
 class KeptCaptures(list[Captured]):
     """Captures, the last used one first."""
 
-    def of_form(self, form: str) -> list[Captured]:
+    def of_form(self, form: Form) -> list[Captured]:
         """Return those for batches of a form."""
-        return [one for one in self if one.form == form]
+        forms = {passed: form(passed) for passed in {one.passed for one in self}}
+        return [one for one in self if one.form == forms[one.passed]]
 
     def use(self, captured: Captured) -> None:
         """Know that this one, which may be a new one, is used now."""
@@ -139,10 +150,9 @@ class Recurring:
             self._counts[label] += 1
             if self._counts[label] >= MANY and not self._is_told:
                 self._is_told = True
-                warnings.warn(
+                warn_user(
                     f"the model has been captured {self._counts[label]} times because of {label} ({how}, at last; that "
                     f"took {seconds:.1f} s), and the {MOST_CAPTURES} captures that were used last are kept\n"
                     f"hint: make a tensor of what changes often: a buffer that the script writes in place, or an "
                     f"input. Pad sizes to one of a few",
-                    stacklevel=2,
                 )

@@ -18,6 +18,7 @@ from hetu_fx.base.progress import telling
 from hetu_fx.errors import BatchError, CaptureError, StateError
 from hetu_fx.graph.bind import Batch, GivenBatch, LossCall, as_call, input_tensors
 from hetu_fx.graph.capture import in_mode
+from hetu_fx.graph.containers import passed_names
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, find_row_dims
 from hetu_fx.graph.tracing.autocasts import ambient_autocasts, casting, casting_on_host
@@ -25,6 +26,7 @@ from hetu_fx.program.batch import batch_form, batch_from_call, quick_batch_form
 from hetu_fx.program.captured import (
     Captured,
     CaptureEvent,
+    Form,
     KeptCaptures,
     Match,
     Recurring,
@@ -160,12 +162,20 @@ class Programs:
             known = last[-1]
             if _takes(known.program, known.bindings, rows):
                 return self._use(self._latest[training], replace(known, tensors=given.tensors), training)
-        form = " ".join([batch_form(given, training), *(f"observed {name}" for name in self.observers.names)])
+        forms = dict[frozenset[str], str]()
+
+        def form(passed: frozenset[str]) -> str:
+            if passed not in forms:
+                observed = (f"observed {name}" for name in self.observers.names)
+                forms[passed] = " ".join([batch_form(given, training, passed), *observed])
+            return forms[passed]
+
         known_or_misfit = self._known(form, given, rows)
         if isinstance(known_or_misfit, str):
             known_or_misfit = self._capture(form, given, training, rows, known_or_misfit)
         found, sizes = known_or_misfit
-        match = Match(found.program, given.tensors, *sizes, f"{form} state {self.structure.digest}")
+        signature = f"{found.form} state {self.structure.digest}"
+        match = Match(found.program, given.tensors, *sizes, signature, given.plain_facts(found.passed))
         self._last.pop(training, None)
         if not given.others:
             self._last[training] = likeness, self.structure, replace(match, tensors={})
@@ -211,7 +221,7 @@ class Programs:
         self.structure = known or Structure(self.model)
         self._structures = [self.structure, *(one for one in self._structures if one is not known)][:_MOST_STRUCTURES]
 
-    def _known(self, form: str, given: GivenBatch, rows: int | None) -> tuple[Captured, Sizes] | str:
+    def _known(self, form: Form, given: GivenBatch, rows: int | None) -> tuple[Captured, Sizes] | str:
         """Return the program that runs a batch; else the size that keeps one that holds from being used ("": none)."""
         misfit = ""
         open_first = sorted(self._kept.of_form(form), key=lambda one: not one.program.graph.takes_any_rows)
@@ -225,7 +235,7 @@ class Programs:
         return misfit
 
     def _capture(
-        self, form: str, given: GivenBatch, training: bool, rows: int | None, misfit: str
+        self, form: Form, given: GivenBatch, training: bool, rows: int | None, misfit: str
     ) -> tuple[Captured, Sizes]:
         start, alike = perf_counter(), self._kept.of_form(form)
         why = (misfit,) if misfit else alike[0].changes(self.structure) if alike else ()
@@ -237,12 +247,13 @@ class Programs:
                 raise BatchError(f"{misfit}\nit is not captured for this size, as: {error}") from error
             raise
         self._look()  # a forward may register hooks when it first runs
-        found = Captured(form, program, self.structure, reads, given.constants, ambient_autocasts())
+        passed = passed_names(program.graph.input_tree)
+        found = Captured(form(passed), program, self.structure, reads, given.plain_facts(passed), ambient_autocasts())
         seconds = perf_counter() - start
-        self.events.note(CaptureEvent(form, why, seconds))
+        self.events.note(CaptureEvent(found.form, why, seconds))
         if why:
             _log.info("the model is captured again: %s", "; ".join(why))
-        changed = why or self._other_constants(given)
+        changed = why or self._other_constants(found)
         self._recurring.note([f"a size that the graph fixes: {misfit}"] if misfit else changed, seconds)
         sizes = batch_sizes(program, given)
         if isinstance(sizes, str):
@@ -251,20 +262,20 @@ class Programs:
             program.check_rows(sizes[1], rows)
         return found, sizes
 
-    def _example(self, form: str, given: GivenBatch, rows: int | None) -> Batch:
+    def _example(self, form: Form, given: GivenBatch, rows: int | None) -> Batch:
         """Return a batch to trace: as it was given, or of so many rows, by what an earlier program takes for rows."""
         if rows is None:
             return given.batch
         dims = next((one.program.row_dims for one in self._kept.of_form(form) if one.program.row_dims), None)
         return given.of_rows(dims or find_row_dims(given.tensors, self.tracer.row_dims), rows)
 
-    def _other_constants(self, given: GivenBatch) -> tuple[str, ...]:
+    def _other_constants(self, found: Captured) -> tuple[str, ...]:
         """Return how plain values differ from those of the batch before, each of which has a form of its own."""
         before = next((one.constants for one in self._kept), {})
         return tuple(
-            f"input {name!r}: {before[name]!r} -> {value!r}"
-            for name, value in given.constants.items()
-            if name in before and repr(before[name]) != repr(value)
+            f"{name}: {before[name]} -> {text}"
+            for name, text in found.constants.items()
+            if before.get(name, text) != text
         )
 
 

@@ -7,6 +7,7 @@ while a forward is traced, and what it does then that it would do in each call: 
 from __future__ import annotations
 
 import datetime
+import dis
 import os
 import sys
 import sysconfig
@@ -34,6 +35,7 @@ _PACKAGES = tuple({sysconfig.get_path(kind) for kind in ("purelib", "platlib")})
 # An environment may stand on others: a system's packages, a user's own, folders that a .pth file names.
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_LOOK_UPS, _NO_STEPS = ("LOAD_GLOBAL", "LOAD_NAME"), ("PUSH_NULL", "CACHE")
 _HERE = __file__.rpartition("/program/")[0]
 
 
@@ -46,6 +48,7 @@ class CodeReads:
     Attributes:
         found: plain values and functions, by where they are.
         clocks: where globals and what is in them are clocks, and under which names.
+        asks_classes: a function looks up `type`, other than for its own `type(self)`.
     """
 
     def __init__(self, reach: Callable[[Any, str], None]) -> None:
@@ -54,6 +57,7 @@ class CodeReads:
         self._looked_into: set[tuple[int, frozenset[str]]] = set()
         self.found: dict[tuple[int, str], Access] = {}
         self.clocks: list[tuple[dict[str, Any], str]] = []
+        self.asks_classes = False
         self._memos: dict[int, tuple[Any, int]] = {}
 
     def look_at_class(self, kind: type) -> None:
@@ -85,6 +89,7 @@ class CodeReads:
                 self._found(cell, "cell_contents", cell.cell_contents, f"{name!r} around {_place(function)}", own)
         if own:
             self._found(function, "__dict__", vars(function), f"attributes of {_place(function)}", own)
+            self.asks_classes = self.asks_classes or _asks_classes(function.__code__)
             defaults = _defaults(function)
             for name, value in defaults.items():
                 self._found(defaults, name, value, f"default of {name!r} of {_place(function)}", own)
@@ -120,6 +125,7 @@ class CodeReads:
         if isinstance(value, type) and issubclass(value, Function):  # its backward is the graph's, too
             for method in (value.forward, value.setup_context, value.backward):
                 self.inspect_function(method)
+        self.asks_classes = self.asks_classes or (own and value is type)
         if not own or isinstance(value, type | ModuleType):
             return
         self._reach(value, label)
@@ -147,6 +153,17 @@ def _names(code: CodeType) -> frozenset[str]:
     return frozenset(
         (*code.co_names, *(name for one in code.co_consts if isinstance(one, CodeType) for name in _names(one)))
     )
+
+
+def _asks_classes(code: CodeType) -> bool:
+    if "type" not in _names(code):
+        return False
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(code) if step.opname not in _NO_STEPS]
+    for (look_up, name), (load, of), (call, count) in zip(steps, steps[1:], steps[2:], strict=False):
+        is_own = load.startswith("LOAD_FAST") and of == "self" and call in ("PRECALL", "CALL") and count == 1
+        if look_up in _LOOK_UPS and name == "type" and not is_own:
+            return True
+    return any(_asks_classes(one) for one in code.co_consts if isinstance(one, CodeType))
 
 
 def _asks_its_class(code: CodeType) -> bool:

@@ -23,6 +23,7 @@ from hetu_fx.base.torch_private import tree_leaves, version
 from hetu_fx.errors import StateError
 from hetu_fx.graph.meta import SYMBOLIC
 from hetu_fx.graph.tracing.contents import ABSENT, PLAIN, Inside, RawMemory, frozen, put, same
+from hetu_fx.graph.unread import StandIn
 from hetu_fx.program.structure import told_hook, type_name
 
 _MOST_SHOWN = 80
@@ -211,6 +212,8 @@ class NotKept:
 def is_of_the_trace(value: Any) -> bool:
     """Tell whether a value is none that is left after a trace: a tensor or a size of it, or has some."""
     match value:
+        case _ if isinstance(value, StandIn):
+            return True
         case dict():
             return any(map(is_of_the_trace, value.values()))
         case list() | tuple() | set() | frozenset():

@@ -23,11 +23,12 @@ from torch import Tensor, fx, nn
 
 from hetu_fx.base.dtypes import is_real
 from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALLS, FORWARD_HOOKS
+from hetu_fx.base.user_warnings import warn_user
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.deduction.rules.call import read_call
 from hetu_fx.errors import BatchError, CaptureError
 from hetu_fx.graph import meta
-from hetu_fx.graph.bind import Batch, LossCall, flatten_batch
+from hetu_fx.graph.bind import Batch, GivenBatch, LossCall, flatten_batch
 from hetu_fx.graph.calls import operand, viewed_argument
 from hetu_fx.graph.capture import Around, capture
 from hetu_fx.graph.edit import ancestors
@@ -38,6 +39,7 @@ from hetu_fx.graph.neutral import PARAMETERS, stand_in_device, stand_in_state
 from hetu_fx.graph.numbers import later
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, find_row_dims
 from hetu_fx.graph.tracing.contents import ABSENT, PLAIN, put, same
+from hetu_fx.graph.unread import UnreadValues, ValueRead
 from hetu_fx.program.caches import are_caches
 from hetu_fx.program.filling_safety import Buffers, random_outputs
 from hetu_fx.program.observed import Observers, check_hooks, hooks_must_change
@@ -261,23 +263,42 @@ class Tracer:
         self.replaced: Forward | None = None
         self.given: Program | None = None
         self.observers = Observers(model)
+        self._unread = UnreadValues({})
         self._told_of = set[str]()
         self._lost: dict[tuple[int, str], tuple[Access, Any]] = {}
 
     def trace(self, batch: Batch, training: bool) -> tuple[Program, Reads]:
-        """Capture the model for batches like this one, with this one's sizes as the example's; and what it has read."""
+        """Capture the model for batches like this one, with this one's sizes as the example's; and what it has read.
+
+        Plain values of the batch that it does not read are `Passed` in the graph's trees.
+        """
         if self.given is not None:
             return self.given, Watch(self.model, None).reads(())
+        self._unread = UnreadValues(GivenBatch.of(batch).passable)
+        try:
+            while True:
+                try:
+                    made = self._trace(batch, training)
+                except (ValueRead, Exception):
+                    if not self._unread.take_out(failed=True):
+                        raise
+                else:
+                    if not self._unread.take_out(failed=False):
+                        return made
+        finally:
+            self._unread = UnreadValues({})
+
+    def _trace(self, batch: Batch, training: bool) -> tuple[Program, Reads]:
         traced = self._traced(batch, training)
         program, told = traced.program(self.overrides), traced.watch.surroundings.told
         if told and told not in self._told_of:
             self._told_of.add(told)
-            warnings.warn(told, stacklevel=2)
+            warn_user(told)
         if training and not self.row_dims.dims:
             found = self._evidence(batch, program)
             program = replace(program, doubt=found.doubt) if found.doubt else program
             if found.used is not None:
-                warnings.warn(_row_dims_warning(found.used), stacklevel=2)
+                warn_user(_row_dims_warning(found.used))
                 self.row_dims = AskedRowDims(found.used)
                 traced = self._traced(batch, training)
                 program = traced.program(self.overrides)
@@ -409,13 +430,16 @@ class Tracer:
                 around=around,
                 device=device,
                 casts_on_host=self.casts_on_host,
+                unread=self._unread,
                 **how,
             )
 
     @contextmanager
     def _around(self, watch: Watch) -> Iterator[Mapping[str, Any]]:
         with watch.watching(), self.observers.collecting() as found:
+            self._unread.check_classes(watch.asks_classes)
             yield found
+            self._unread.check_classes(watch.asks_classes)
 
     @contextmanager
     def _without_what_is_lost(self, watch: Watch) -> Iterator[None]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hetu_fx.base.torch_private import CALLS, LISTED_SLOTS, SLOTS, buffer_slots, not_saved
 from hetu_fx.graph.tracing.contents import ABSENT, PLAIN, Inside, Space, frozen, same
+from hetu_fx.graph.unread import StandIn, passed_name
 from hetu_fx.program.code_reads import CodeReads, Surroundings
 from hetu_fx.program.reads import Access, Read, Reads, own_value
 from hetu_fx.program.structure import place
@@ -116,6 +117,11 @@ class Watch:
         return Reads(reads.values(), in_classes)
 
     @property
+    def asks_classes(self) -> bool:
+        """Tell whether the user's own functions may ask for classes by `type`, which no stand-in notices."""
+        return self._code.asks_classes
+
+    @property
     def clocks(self) -> list[tuple[Space, str]]:
         """Return the clocks that the user's own functions read: what has them, and under which names."""
         return [*((vars(time), name) for name in sorted(self.surroundings.clocks)), *self._code.clocks]
@@ -162,6 +168,8 @@ class Watch:
             return value
 
         def setting(owner: Any, name: str, value: Any) -> None:
+            if isinstance(value, StandIn):
+                passed_name(value)  # which reads it: what is left in an attribute is read later
             self._note_write(owner, name)
             set_(owner, name, value)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial
 from hetu_fx.base.dtypes import is_real
+from hetu_fx.base.user_warnings import warn_user
 from hetu_fx.base.words import bytes_text
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.wire.consensus import any_rank
@@ -163,7 +163,7 @@ class EagerExecution:
         made = EagerVariant(name, plan, compute, planned_rates, mode)
         if len(plan.pipelines) > 1 and made.table.rank == 0:
             said = self._whole_rows_text(made) if made.repeats_rows else _BY_ROWS_TEXT
-            warnings.warn(said, LeafWarning if made.repeats_rows else UserWarning, stacklevel=2)
+            warn_user(said, LeafWarning if made.repeats_rows else UserWarning)
         return made
 
     def _whole_rows_text(self, variant: EagerVariant) -> str:

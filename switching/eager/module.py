@@ -29,7 +29,7 @@ from hetu_fx.graph.containers import (
     Constant,
     Entries,
     Items,
-    Opaque,
+    Leaf,
     TensorSlot,
     Tree,
     WithheldNumber,
@@ -151,7 +151,7 @@ class EagerModule:
             sizes=tuple(sizes.values()),
             size_names=tuple(sizes),
             longest=longest_side(tensors, dims),
-            state=lambda: self.structure.facts,
+            state=lambda: {**given.plain_facts(), **self.structure.facts},
         )
         return EagerBatch(tree, tensors, dims, facts)
 
@@ -361,7 +361,7 @@ def _differing_constants(forms: Mapping[int, OutputForm]) -> dict[str, dict[int,
 
 
 def _without_constants(tree: Tree, names: Mapping[str, object], *, named: bool = False) -> Tree:
-    def blank(leaf: TensorSlot | Constant | Opaque) -> Tree:
+    def blank(leaf: Leaf) -> Tree:
         if not isinstance(leaf, Constant) or leaf.name not in names:
             return leaf
         return Constant(leaf.name, WithheldNumber(leaf.name, _OF_REPLICAS) if named else None)

@@ -64,6 +64,7 @@ class SharedHomes:
     def __init__(self, table: GroupTable, homes: Mapping[str, nn.Parameter], seconds: float) -> None:
         self.rank, self.size = table.rank, table.size
         self.seconds = min(seconds, table.timeout.total_seconds())
+        self._table = table
         self.know(homes)
         self._read = Readings()
         self._joint = 0  # readings by all ranks so far
@@ -133,20 +134,30 @@ class SharedHomes:
         return found.to(own.device)
 
     def others_wait(self) -> bool:
-        """Tell whether each other rank is in a collective of torch's that this one has not begun, or leaves.
+        """Tell whether each other rank is in a collective of torch's that this one has not begun, leaves, or has left.
 
         None of them comes to a call of the model before this rank has come there too.
 
         Raises:
-            CommError: one has ended, or cannot be reached.
+            CommError: one has ended by an error, or cannot be reached.
         """
         begun, told = _begun_collectives(), torch.zeros(1, dtype=torch.uint8)
         for rank in range(self.size):
             if rank != self.rank:
-                self._caller.ask(rank, {_ELSEWHERE: begun}, told)
+                try:
+                    self._caller.ask(rank, {_ELSEWHERE: begun}, told)
+                except CommError:
+                    if not self._has_left(rank):
+                        raise
+                    continue
                 if not told:
                     return False
         return True
+
+    def _has_left(self, rank: int) -> bool:
+        """Tell whether a rank that does not answer has come to the end of its program."""
+        path = self._table.path
+        return path is not None and path.has_left(rank)
 
     def forget(self) -> None:
         """Let go of what was kept for ranks that read later: all have come so far that they have read it."""
@@ -180,6 +191,14 @@ class SharedHomes:
             self._caller.ask(rank, {"rank": self.rank, "reads": reads}, into)
         except ReadRefusal as error:
             raise StateError(f"rank {rank} does not give its part: {error}") from None
+        except CommError as error:
+            if not self._has_left(rank):
+                raise
+            raise StateError(
+                f"rank {self.rank} needs rank {rank}'s shards of the model, but that has come to its end\n"
+                f"hint: evaluate, save and read parameters before the other ranks end: hold them by "
+                f"torch.distributed.barrier() after the last step"
+            ) from error
 
     def _answer(self, question: Question) -> Tensor:
         """Answer another rank, in a thread."""
@@ -187,7 +206,8 @@ class SharedHomes:
             return self._left()
         if _ELSEWHERE in question:
             is_in = is_in_collective() and _begun_collectives() > question[_ELSEWHERE]
-            return torch.tensor([is_in or self._is_leaving], dtype=torch.uint8)
+            has_no_world = world_group() is None  # the script has destroyed it, and calls the model no more
+            return torch.tensor([is_in or has_no_world or self._is_leaving], dtype=torch.uint8)
         try:
             parts = [self._part(read, question["rank"]) for read in question["reads"]]
             return torch.cat(parts).view(torch.uint8)

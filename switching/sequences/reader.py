@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.base.frameworks import label_inputs, position_input
+from hetu_fx.base.user_warnings import warn_user
 from hetu_fx.batches.packing import IGNORED, Filling, fill_rows
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import LocalFacts
@@ -129,7 +129,7 @@ def _together(program: Program, filling: Filling, options: SequenceOptions) -> S
     """Return the form of a model whose rows have several sequences each."""
     whole = why_whole_rows(*_known_of(program))
     if whole:
-        warnings.warn(f"packed rows pay attention for all pairs of their tokens, as {whole}", stacklevel=2)
+        warn_user(f"packed rows pay attention for all pairs of their tokens, as {whole}")
     return SequenceForm(program, filling, Batching.PACKED, options.multiple, whole_rows=bool(whole))
 
 
@@ -138,7 +138,7 @@ def _apart(program: Program, filling: Filling, options: SequenceOptions, why: st
     seen = why_not_padded(*_known_of(program))
     if options.packs is None:
         alike = f", and as {seen}, only beside others of the same length" if seen else ""
-        warnings.warn(f"sequences are not packed, as {why}: each has a row of its own{alike}", stacklevel=2)
+        warn_user(f"sequences are not packed, as {why}: each has a row of its own{alike}")
     return SequenceForm(program, filling, Batching.ALIKE, 1 if seen else options.multiple, whole_rows=True)
 
 
@@ -415,7 +415,7 @@ class SequenceReading(Reading[GraphVariant]):
         def output(loss: Tensor) -> Any:
             """Return what the model does; beside the loss of a loss_fn, its own output, which nobody has."""
             by_model = reader.programs.loss_fn is None
-            return form.program.graph.rebuild({form.program.loss_name: loss}) if by_model else None
+            return form.program.graph.rebuild({form.program.loss_name: loss, **rows[0].passed}) if by_model else None
 
         plans = {variant.name: variant.plan for variant in variants}
         return Division(parts, counts, output, planned, partial(_work, assignments, plans, reader.costs[self.key]))

@@ -20,7 +20,8 @@ from torch import Tensor
 from hetu_fx.batches.packing import Filling, fill_rows
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError
-from hetu_fx.graph.bind import Batch, input_tensors
+from hetu_fx.graph.bind import Batch, GivenBatch, input_tensors
+from hetu_fx.graph.containers import passed_values
 from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Bindings, Program
@@ -166,6 +167,11 @@ class AssignedRows:
     def needing(self) -> Mapping[str, Tensor]:
         """Return that no input needs a gradient."""
         return {}
+
+    @property
+    def passed(self) -> Mapping[str, Any]:
+        """Return the plain values that the model returns as they are."""
+        return passed_values(GivenBatch.of(self.sequences.others).passable)
 
     @property
     def tokens(self) -> int:

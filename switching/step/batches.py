@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from hetu_fx.comm_ops.wire.consensus import Count, LocalFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import Batch, GivenBatch
+from hetu_fx.graph.containers import passed_values
 from hetu_fx.graph.row_dims import RowDims, other_dims
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captured import Match
@@ -44,6 +45,7 @@ class ReadBatch:
         brought: what the symbols stood for before the batch was filled up to the sizes of all ranks; None: it was not.
         sizes_of: by rank, the sizes before that; (): nobody's batch was filled up.
         changes_values: filled up, it makes other outputs, though the same loss.
+        passed: plain values that the model returns as they are, see `passed_values`.
     """
 
     program: Program
@@ -54,6 +56,7 @@ class ReadBatch:
     brought: Bindings | None = None
     sizes_of: tuple[tuple[int, ...], ...] = ()
     changes_values: bool = False
+    passed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def needing(self) -> Mapping[str, Tensor]:
@@ -106,19 +109,17 @@ def read_batch(batch: Batch, programs: Programs, training: bool, *, shared: bool
     tensors, needing = match.tensors, needing_gradients(match.tensors, match.program.row_dims)
     facts: LocalFacts | None = match.notes.get("facts")
     if facts is None or needing or facts.sizes_may_differ is shared:
-        facts = _facts(match, programs, needing, given.constants, shared=shared)
+        facts = _facts(match, programs, needing, shared=shared)
         if not needing and not facts.values:
             match.notes["facts"] = facts
     elif match.program.prologue.reads_values:
         facts = replace(facts, counts=_counts(match.program, tensors, match.rows))
-    return ReadBatch(match.program, tensors, facts, match.bindings)
+    passed = passed_values(given.passable) if given.others else {}
+    return ReadBatch(match.program, tensors, facts, match.bindings, passed=passed)
 
 
-def _facts(
-    match: Match, programs: Programs, needing: Mapping[str, Tensor], plain: Mapping[str, Any], *, shared: bool
-) -> LocalFacts:
+def _facts(match: Match, programs: Programs, needing: Mapping[str, Tensor], *, shared: bool) -> LocalFacts:
     program, tensors = match.program, match.tensors
-    given = {f"input {name!r}": repr(value) for name, value in plain.items()}
     sizes = sizes_besides_rows(tensors, program.row_dims)
     values = {f"input {name!r}": float(tensor.detach()) for name, tensor in tensors.items() if tensor.dim() == 0}
     return LocalFacts(
@@ -133,7 +134,7 @@ def _facts(
         values=tuple(values.values()),
         value_names=tuple(values),
         told={"asks_rows": program.asks_rows},
-        state=lambda: {**given, **programs.facts(program)},
+        state=lambda: {**match.plain_facts, **programs.facts(program)},
     )
 
 

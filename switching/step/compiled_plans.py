@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
@@ -17,6 +16,7 @@ from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.local import local_part
 from hetu_fx.base.device_types import HOST, device_type_record
 from hetu_fx.base.once import once
+from hetu_fx.base.user_warnings import warn_user
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.consensus import broadcast_from_rank0, raise_on_all_ranks
@@ -385,7 +385,7 @@ class GraphCompute(Compute):
             return run
         why = hindrance(device, device_type_record(self.device))
         if why is not None:
-            warnings.warn(f"cuda_graphs: rank {self.table.rank} runs without, as {why}", stacklevel=2)
+            warn_user(f"cuda_graphs: rank {self.table.rank} runs without, as {why}")
             return run
         return RecordedCalls(run, [slot.kind in FIXED_PLACES for slot in device.slots], self.device)
 
@@ -402,7 +402,7 @@ class GatheredRowsWarning(UserWarning):
 def _warn_of(gathered: Iterable[GatheredOp]) -> None:
     for one in gathered:
         if KINDS[one.kind].is_warned_of:
-            warnings.warn(str(one), GatheredRowsWarning, stacklevel=2)
+            warn_user(str(one), GatheredRowsWarning)
 
 
 def _read(program: Program, data: bytes) -> DeducedGraph:

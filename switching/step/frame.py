@@ -11,7 +11,6 @@ between.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Sharding, cotangent
 from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.torch_private import accumulates_into_leaves, at_end_of_backward, gradient_hooks, keeps_graph
+from hetu_fx.base.user_warnings import warn_user
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
@@ -297,11 +297,10 @@ def share_of_loss(inputs: StepInputs, table: GroupTable, *, adds_up: bool) -> fl
     if inputs.shared or table.size == 1 or not adds_up:
         return 1.0
     if inputs.step == 0 and table.rank == 0:
-        warnings.warn(
+        warn_user(
             f"the loss is a sum over rows: each of {table.size} ranks returns the sum over all rows divided by "
             f"{table.size}, so that the mean over ranks is right, as under DistributedDataParallel\n"
             f"hint: multiply it by {table.size} for the sum itself, or return a mean",
-            stacklevel=2,
         )
     return 1.0 / table.size
 

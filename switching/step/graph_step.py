@@ -156,7 +156,7 @@ class GraphStep(StepFrame):
     def rebuild(self, loss: Tensor | None, outputs: dict[str, Tensor]) -> LossAndOutput:
         """Return all as the model returns it."""
         named = outputs if loss is None else {**outputs, self.program.loss_name: loss}
-        return LossAndOutput(loss, self.program.graph.rebuild(named))
+        return LossAndOutput(loss, self.program.graph.rebuild({**named, **self.batch.passed}))
 
     def cut_micro_batches(self) -> list[MicroBatchFeeds]:
         """Return what this rank's graphs run, brought from the ranks that have the rows."""

@@ -160,6 +160,55 @@ def test_plain_values_are_told_apart_each_time() -> None:
     assert found[0] == found[3]
 
 
+class Logging(nn.Module):
+    """Passes on what a data loader's collate function makes of strings, and reads some of it where it is asked to."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.layer, self.reads = nn.Linear(3, 2), reads
+
+    def forward(self, x: Tensor, **others: Any) -> dict[str, Any]:
+        others = {name: value for name, value in others.items() if not isinstance(value, Tensor)}
+        loss = self.layer(x).square().mean()
+        return {"loss": loss * len(others["path"]) if self.reads else loss, **others}
+
+
+def log_batch(number: int, rows: int = 4) -> dict[str, Any]:
+    names = [f"{number}/{row}.png" for row in range(rows)]
+    where = {"camera": f"left {number}", "size": (number, 3), "ids": [[number, row] for row in range(rows)]}
+    return {"x": torch.randn(rows, 3), "path": names, "where": where, "split": f"train {number}", "raw": b"%d" % number}
+
+
+def test_plain_values_that_a_forward_does_not_read_lead_to_no_other_capture() -> None:
+    programs = Programs(Logging(), None)
+    found = [programs.match(GivenBatch.of(log_batch(n, rows)), True) for n, rows in ((0, 4), (1, 4), (2, 3))]
+    assert programs.events.count == 1
+    assert len({match.signature for match in found}) == 1
+
+
+def test_of_the_plain_values_those_that_are_read_are_a_part_of_what_was_captured() -> None:
+    programs = Programs(Logging(reads=True), None)
+    first, second = log_batch(0), log_batch(1)
+    found = [programs.match(GivenBatch.of(batch), True) for batch in (first, second, {**second, "path": first["path"]})]
+    assert found[0].program is found[2].program is not found[1].program
+    assert found[0].plain_facts["input 'path'"] == repr(first["path"])
+    assert found[0].plain_facts["input 'split'"] == "str"
+
+
+def test_a_value_of_another_class_is_another_form() -> None:
+    programs, x = Programs(Summing(), None), torch.ones(2, 3)
+    for extra in ("a", "b", b"b", ["a"], ("a",), ["a", "b"], None, True):
+        programs.match(GivenBatch.of({"x": x, "extra": extra}), True)
+    assert programs.events.count == 6
+
+
+def test_what_differs_between_long_values_is_told_in_few_letters() -> None:
+    programs = Programs(Logging(reads=True), None)
+    told = [programs.match(GivenBatch.of(log_batch(n, 64)), True).plain_facts["input 'path'"] for n in range(2)]
+    assert told[0] != told[1]
+    assert max(map(len, told)) <= 80
+
+
 def test_what_was_matched_last_is_not_kept() -> None:
     programs = Programs(Summing(), None)
     x = torch.ones(2, 3)

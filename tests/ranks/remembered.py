@@ -28,6 +28,7 @@ from hetu_fx.graph.example import make_example
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.row_dims import AskedRowDims, find_row_dims
 from hetu_fx.graph.tracing.contents import PLAIN, Inside, RawMemory, frozen
+from hetu_fx.graph.unread import UnreadValues
 from hetu_fx.program import tracer
 from hetu_fx.program.batch import batch_form
 from hetu_fx.program.program import Program
@@ -98,7 +99,13 @@ def key_of(it: Tracer, batch: Batch, training: bool) -> Any:
     """Return what models that are captured alike have in common, besides what their forwards read; None: not known."""
     facts = Structure(it.model).facts
     given = GivenBatch.of(batch)
-    if it.replaced is not None or it.observers.names or given.objects or any("hooks of" in what for what in facts):
+    if (
+        it.replaced is not None
+        or it.observers.names
+        or given.objects
+        or given.passable
+        or any("hooks of" in what for what in facts)
+    ):
         return None
     sizes = tuple((name, tuple(tensor.shape)) for name, tensor in given.tensors.items())
     if any(is_elsewhere(parameter.device) for parameter in it.model.parameters()):
@@ -181,6 +188,7 @@ def play(
     casts_on_host: bool,
     row_dims: AskedRowDims,
     numbers: bool,
+    unread: UnreadValues,
 ) -> Graph:
     """Run the forward on an example, as a capture does, and give the graph that there is."""
     tree, tensors = flatten_batch(batch)

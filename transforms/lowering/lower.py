@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from hetu_fx.base.torch_compile import (
     one_library,
 )
 from hetu_fx.base.torch_private import takes_boxed_arguments
+from hetu_fx.base.user_warnings import warn_user
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.graph.calls import draws
 from hetu_fx.plans.recomputed import RecomputedOps
@@ -188,11 +188,10 @@ def _holds_at(sizes: tuple[int, ...], condition: Callable[[Sequence[int]], bool]
 def _uncompiled(module: fx.GraphModule, likes: Sequence[Any], error: Exception | None) -> _Variant:
     """Return what runs a graph as it is, for inputs of the forms for which torch fails to compile it; say so."""
     shapes = ", ".join(sorted({str(like.sizes) for like in likes if isinstance(like, Like)}))
-    warnings.warn(
+    warn_user(
         f"torch {torch.__version__} fails to compile a part of the model for inputs of shapes {shapes}: {error}. "
         f"For these it runs uncompiled, with the same results\n"
         f"hint: another number of rows per rank and micro-batch may avoid this defect of torch, or compile=None",
-        stacklevel=2,
     )
     return _Variant(module.forward, (), tuple(range(len(likes))), (), lambda numbers: True)
 

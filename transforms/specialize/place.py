@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +9,7 @@ import torch
 
 from hetu_fx.base.device_types import HOST
 from hetu_fx.base.torch_private import OpOverload
+from hetu_fx.base.user_warnings import warn_user
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import arguments
 from hetu_fx.graph.placed import place_ops
@@ -39,10 +39,9 @@ class Place:
         lacking = place_ops(graph.graph, self.device)
         if lacking:
             told = ", ".join(f"{count} x {name}" for name, count in sorted(lacking.items()))
-            warnings.warn(
+            warn_user(
                 f"{self.device} lacks {lacking.total()} ops of the graph of rank {graph.rank}, which run on the host, "
                 f"with their tensors moved there and back: {told}",
-                stacklevel=2,
             )
         if not self.is_alone:
             _make_gradients_dense(graph)
@@ -61,8 +60,7 @@ def _make_gradients_dense(graph: DeviceGraph) -> None:
             node.update_kwarg(name, False)
     if asked:
         told = ", ".join(dict.fromkeys(meta.source_line(node) for node, _ in asked))
-        warnings.warn(
+        warn_user(
             f"gradients asked for as sparse are dense, with the same values ({told}): an optimizer that treats sparse "
             f"ones otherwise, as torch.optim.SparseAdam does, updates all rows",
-            stacklevel=2,
         )

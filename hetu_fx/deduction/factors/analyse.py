@@ -11,7 +11,6 @@ nodes.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from hetu_fx.base.user_warnings import warn_user
 from hetu_fx.deduction.factors.dual_roles import taken_apart
 from hetu_fx.deduction.factors.factors import (
     ClassDim,
@@ -286,10 +286,11 @@ def _step(call: Call, node: fx.Node, told: set[str]) -> FactoredOp:
             problem = f"has a rule that does not fit: {error}"
     if call.op not in told:
         told.add(call.op)
-        warnings.warn(
+        warn_user(
             f"op {call.op} {problem}; it runs on whole tensors, correct but slow ({call.where})"
             "\nhint: tell how its dims relate with hetu_fx.register_rule",
             UnknownOpWarning,
-            stacklevel=4,
+            meta.source_frame(node),
+            same_on_all_ranks=True,
         )
     return FactoredOp(call, opaque(call), False, NO_TRAITS if rule is None else rule.traits)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dis
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from traceback import walk_tb
 
 from hetu_fx.errors import HetuFxError
 from hetu_fx.graph import meta
@@ -35,7 +37,8 @@ class Meaning:
 READS_VALUES = Meaning(
     "it reads numbers from tensors and goes on by them, which a graph does not have when it is made: bool(), int(), "
     "range() or a size of what a tensor holds",
-    "choose between values by torch.where, and pass sizes and lengths as Python numbers",
+    "choose between values by torch.where, pass sizes and lengths as Python numbers, and count by "
+    "one_hot(x, num_classes).sum(0) in the place of bincount",
 )
 _NUMPY = Meaning(
     "it makes an array of numpy, or a list, of a tensor, which has no values when a graph is made",
@@ -67,6 +70,11 @@ _FIXED = Meaning(
 )
 _OTHER = Meaning("torch.export cannot follow what it does there", "rewrite the line")
 
+_COUNTED = {
+    "one_hot": Meaning("it calls one_hot without the number of classes, which the labels tell", "give num_classes"),
+}
+"""Functions whose result is as large as values tell, by their names."""
+
 _MEANINGS = {
     r"functorch|GradTrackingTensor|BatchedTensor|TensorWrapper|vmap": TRANSFORMS,
     r"'Tensor' object has no attribute 'constant'": TRANSFORMS,
@@ -88,8 +96,18 @@ def explain_trace_error(error: BaseException) -> Meaning | None:
     """Return what an error of a trace means, where its own words would not tell; None where they do."""
     if isinstance(error, HetuFxError) or is_of_the_forward(error):
         return None
+    counted = next((_COUNTED[name] for name in _called(error) if name in _COUNTED), None)
+    if counted is not None:
+        return counted
     said = f"{type(error).__name__}: {error}"
     return next((meaning for pattern, meaning in _MEANINGS.items() if re.search(pattern, said)), None)
+
+
+def _called(error: BaseException) -> Iterator[str]:
+    """Yield the names of torch's functions that were running, which a mode of the trace has seen called."""
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "__torch_function__":
+            yield getattr(frame.f_locals.get("func"), "__name__", "")
 
 
 def is_of_the_forward(error: BaseException) -> bool:

@@ -150,6 +150,16 @@ def test_a_refusal_says_what_the_forward_does_and_a_cure(end: Ends) -> None:
     assert "hint: " in said, said
 
 
+def one_hot(net: Net, x: Tensor, y: Tensor, h: Tensor) -> Tensor:
+    return (h.sum() * torch.nn.functional.one_hot(y)).sum()
+
+
+def test_a_one_hot_without_its_number_of_classes_is_told_to_be_given_it() -> None:
+    batch = {"x": torch.randn(6, 4), "y": torch.tensor([4, 3, 2, 2, 1, 0])}
+    with pytest.raises(CaptureError, match=r"test_meanings.py:\d+: it calls one_hot .*\nhint: give num_classes, "):
+        capture(Net(one_hot), batch)
+
+
 def test_words_of_the_forward_are_left_as_they_are() -> None:
     with pytest.raises(ValueError, match="SymInt") as caught:
         raise ValueError("u0 is no SymInt")

@@ -93,7 +93,7 @@ def _least_recompute(
     speeds, seen = {device.rank: device.speed for device in cluster.devices}, set[Hashable]()
     for rank, places in by_rank(placed_devices(plan, costs, speeds, bare.unlike)).items():
         key, limit = (places[0].pipeline, places[0].stage), cluster.device(rank).usable_bytes(fraction)
-        if (held := (alike_key(places), limit)) in seen:
+        if (held := (key, alike_key(places), limit)) in seen:
             continue
         seen.add(held)
         known = least.get(key) or _Least.nothing(places, plan, asked)

@@ -179,9 +179,10 @@ def device_bytes(
 
 
 def alike_key(places: Sequence[PlacedDevice]) -> Hashable:
-    """Return what devices of one stage have in common that hold the same in all of their places."""
-    held = tuple((id(place.piece.costs), place.piece.share, place.homes) for place in places)
-    return places[0].pipeline, places[0].stage, held
+    """Return what devices of a plan have in common that hold the same in all of their places."""
+    pieces = ((id(p.piece.costs), p.piece.start, p.piece.stop, p.piece.share, p.piece.group) for p in places)
+    runs = ((p.part, p.deal, p.homes, p.rows, p.micro_batches, p.num_in_flight) for p in places)
+    return tuple(pieces), tuple(runs)
 
 
 def by_rank(places: Iterator[PlacedDevice]) -> dict[int, list[PlacedDevice]]:

@@ -208,6 +208,14 @@ class CommonPath:
         self._left = why
         self._over.set()
         self._join(self._thread)
+        if not self._thread.is_alive():  # it may have ended with its group, before this rank left
+            self._tell_left()
+
+    def _tell_left(self) -> None:
+        left, self._left = self._left, None
+        if left is not None:
+            with suppress(RuntimeError):  # the store is gone: the others know
+                self._tell(self._standing(left=left))
 
     # In the thread that watches.
 
@@ -230,9 +238,7 @@ class CommonPath:
                 continue
             self._is_asked = self._is_refused = False
             before = now
-        if self._left is not None:
-            with suppress(RuntimeError):  # the store is gone: the others know
-                self._tell(self._standing(left=self._left))
+        self._tell_left()
 
     def _dial(self) -> None:
         """Connect to the store anew, if this rank waits for others, and the store is there and the same."""

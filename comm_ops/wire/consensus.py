@@ -149,6 +149,7 @@ _LOOK_SECONDS, _MOST_LOOK_SECONDS = 0.02, 0.5
 _MAX_SIZES = 24
 _MAX_COUNTS = 16
 _MAX_VALUES = 8
+_MOST_SHOWN = 200  # letters of what a rank's batch is
 _MOST_TOLD = 10
 _ERROR, _DIGEST, _FIRST_FACT = range(3)
 _ROWS = _FIRST_FACT + _PLACES["rows"]
@@ -586,7 +587,8 @@ def _joined(told: Sequence[_RankError]) -> str:
 def _check_signatures(table: GroupTable, gathered: Sequence[Numbers], facts: LocalFacts, *, is_unlike: bool) -> None:
     if is_unlike or len({row[_DIGEST] for row in gathered}) > 1:
         signatures, states = zip(*all_gather_object(table, (facts.shown, dict(facts.state()))), strict=True)
-        told = _unlike(states) or "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(signatures))
+        shown = "; ".join(f"rank {rank}: {text[:_MOST_SHOWN]}" for rank, text in enumerate(signatures))
+        told = ". ".join(filter(None, (_unlike(states), shown)))
         raise BatchError(
             f"the ranks' batches differ in keys, dtypes or static values, or their models do, or the graph that these "
             f"led to (told by its hash). {told}\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +26,14 @@ def wait(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SECONDS
     while not is_so() and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def has_ended(process: int) -> bool:
+    """Tell whether a process has ended, also while its parent has not asked for its status (Z)."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 def trained(rank: int, plain: nn.Module, x: torch.Tensor, **options: Any) -> Any:
@@ -63,6 +72,7 @@ def work(folder: Path) -> None:
     destroyed, evaluated = folder / "destroyed", folder / "evaluated"
     if rank == 1:
         dist.destroy_process_group()
+        (folder / "process").write_text(str(os.getpid()))
         destroyed.touch()
         wait(evaluated.exists)
         return
@@ -75,7 +85,7 @@ def work(folder: Path) -> None:
     with torch.no_grad():
         are_right = [is_right(keeps), is_right(keeps_none)]
         evaluated.touch()
-        wait(lambda: keeps.hetu._runtime.table.path.has_left(1))
+        wait(lambda: has_ended(int((folder / "process").read_text())))
         are_right.append(is_right(keeps))
         without_shards = error_of(keeps_none, given)
     found = {"right": are_right, "shards": without_shards, "gradients": error_of(keeps, given)}

@@ -219,8 +219,8 @@ def homes_by_memory(plan: Plan, costs: ProgramCosts, limits: Mapping[int, int]) 
     most = max(rooms.values())
     if not plan.zero or not most or not (min(rooms.values()) or plan.is_data_parallel):  # where others own the rest
         return plan
-    found = (rooms.get(rank, 0.0) for rank in range(max(plan.devices) + 1))
-    return replace(plan, homes=tuple(math.ceil(HOME_SHARES * room / most) for room in found))
+    by_number = (rooms.get(rank, 0.0) for rank in range(max(plan.devices) + 1))
+    return replace(plan, homes=tuple(math.ceil(HOME_SHARES * room / most) for room in by_number))
 
 
 def _room(places: Sequence[PlacedDevice], schedule: Schedule, limit: int) -> float:

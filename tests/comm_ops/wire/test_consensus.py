@@ -175,7 +175,7 @@ def test_other_keys_on_another_rank_are_shown_side_by_side(other: Any) -> None:
 
 def test_what_stands_behind_unlike_signatures_is_told(other: Any) -> None:
     other(replace(FACTS, signature="other", state=lambda: {"scale": "2.0", "mode": "same"}))
-    with pytest.raises(BatchError, match=r"Unlike are: scale is 1.0 on rank 0, 2.0 on rank 1\nhint"):
+    with pytest.raises(BatchError, match=r"Unlike are: scale is 1.0 on rank 0, 2.0 on rank 1\. rank 0"):
         agree(TWO, replace(FACTS, state=lambda: {"scale": "1.0", "mode": "same"}))
 
 

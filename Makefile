@@ -32,8 +32,8 @@ INSTALL := $(PIP) install --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 SETTINGS = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(if $(CAPTURES),HETU_FX_TESTS_CAPTURES=$(CAPTURES))
 # Of so many shares of the long files, and of the benchmarks, one is run.
-SHARES ?= 8
-BENCHMARK_SHARES ?= 8
+SHARES ?= 10
+BENCHMARK_SHARES ?= 10
 PYTEST = $(SETTINGS) $(BIN)/python -m pytest -q
 LINKED := comm_ops transforms switching integrations
 

@@ -80,5 +80,5 @@ def check_files_names_come_back_and_differ_by_rank(rank: int, world: int, folder
 def check_a_name_that_is_read_and_differs_by_rank_is_refused_in_few_words(rank: int, world: int, folder: Path) -> None:
     model, _ = named(Plan.data_parallel((0, 1)), read=lambda batch: float(len(batch["path"])))
     own = default_collate(samples(4)[2 * rank : 2 * rank + 2])
-    with pytest.raises(BatchError, match=r"input 'batch\.path' is .*0\.png.* on rank 0, .*2\.png.* on rank 1\nhint"):
+    with pytest.raises(BatchError, match=r"input 'batch\.path' is .*0\.png.* on rank 0, .*2\.png.* on rank 1\. rank 0"):
         model(own)

@@ -155,7 +155,8 @@ class HetuRendezvous(RendezvousHandler):
             _LOG.warning("the rendezvous is at %s now, which was at %s", found.where, self._at.where)
             is_silent = self._at.is_silent
             self._at.end(waits=not is_silent)
-            self._left += [self._at] * is_silent
+            if is_silent:
+                self._left.append(self._at)
             self._at = found
             # One that was served before has an old round, and its address is served anew when it is needed.
             self._served = {at: store for at, store in self._served.items() if at == found.where}

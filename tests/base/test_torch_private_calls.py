@@ -426,6 +426,14 @@ def sizes_copied() -> bool:
     return copied is not node and (copied.expr, copied.hint) == (node.expr, 12)
 
 
+def leaves_of_a_new_kind() -> list[int]:
+    class Pair(list[int]):
+        pass
+
+    private.register_pytree_node(Pair, lambda pair: (list(pair), None), lambda items, _: Pair(items))
+    return private.tree_leaves(Pair([1, 2]))
+
+
 CALLS: dict[str, Callable[[], Any]] = {
     "torch._inductor.exc.CppCompileError torch._inductor.exc.InductorError torch._inductor.exc.InvalidCxxCompiler": (
         tells_a_defect_of_the_compiler_from_a_missing_compiler
@@ -535,6 +543,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     "torch.utils._python_dispatch.TorchDispatchMode": lambda: ops_of(lambda: torch.ones(2) + 1)[-1] is ADD,
     "torch.utils._python_dispatch._disable_current_modes": lambda: in_trace(named_in_trace),
+    "torch.utils._pytree.register_pytree_node": lambda: leaves_of_a_new_kind() == [1, 2],
     "torch.utils._pytree.tree_flatten torch.utils._pytree.tree_unflatten": lambda: (
         private.tree_unflatten(*private.tree_flatten({"a": [1, 2]})) == {"a": [1, 2]}
     ),

@@ -9,29 +9,24 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
 from itertools import accumulate, chain, repeat, takewhile
 from operator import attrgetter, call, methodcaller
 from time import perf_counter
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 
+from hetu_fx.base.user_frames import is_inner, is_ours, user_frame
+
 if TYPE_CHECKING:
     from hetu_fx.comm_ops.wire.standings import Wait
 
-_OURS = "hetu_fx"
-_STARTERS = ("launch", "cli")  # packages of ours that run scripts, further out
-_STARTERS_FOLDERS = tuple(os.path.join(folder, name) for folder in sys.modules[_OURS].__path__ for name in _STARTERS)
-_LIBRARY_FOLDERS = (os.path.dirname(torch.__file__), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
-_COLLECTIVES = os.path.join(_LIBRARY_FOLDERS[0], "distributed", "distributed_c10d.py")
-_ENGINE = "_engine_run_backward"  # of torch.autograd.graph: its callers wait in it for a backward
+_COLLECTIVES = os.path.join(os.path.dirname(torch.__file__), "distributed", "distributed_c10d.py")
 _SHOWN_CHARACTERS = 80
 _MOST_FRAMES = 1000
 _READ = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")  # no number before the first line
@@ -59,9 +54,7 @@ last = LastCall()
 
 def note(name: str, *, is_step: bool = False) -> None:
     """Remember a call in which ranks will wait for each other; `is_step`: it is counted, in the thread of the user."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_inner(frame.f_code.co_filename, frame.f_code.co_name):
-        frame = frame.f_back
+    frame = user_frame(sys._getframe(1))
     last.name, last.at = name, perf_counter()
     last.place = None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
     if is_step:
@@ -110,12 +103,12 @@ class Line:
     @property
     def is_ours(self) -> bool:
         """Whether it is in a call of this package, or in one of torch's in which its callers wait."""
-        return _is_ours(self.file, self.function)
+        return is_ours(self.file, self.function)
 
     @property
     def is_inner(self) -> bool:
         """Whether it is of a library below the user's code, or of ours."""
-        return _is_inner(self.file, self.function)
+        return is_inner(self.file, self.function)
 
     @property
     def is_of_script(self) -> bool:
@@ -151,32 +144,6 @@ def _stack(thread: int | None) -> Stack:
     with suppress(AttributeError):  # of the None that the outermost leads to
         read.extend(map(_READ, accumulate(chain(innermost, repeat("f_back", _MOST_FRAMES)), getattr)))
     return [Line(file, number or 0, function) for file, number, function in read]
-
-
-@cache
-def _our_folders() -> tuple[str, ...]:
-    """Return where this package's code lies: its packages may lie beside each other."""
-    own = [name for name in list(sys.modules) if name.split(".")[0] == _OURS and name.count(".") < 2]
-    return tuple(folder for name in own for folder in getattr(sys.modules[name], "__path__", ()))
-
-
-@lru_cache(maxsize=4096)  # every step looks at the functions on its stack
-def _is_inner(file: str, function: str) -> bool:
-    outside = not _is_ours(file, function) and not file.startswith("<frozen")
-    return not outside or _is_below(file, _STARTERS_FOLDERS) or _is_below(file, _LIBRARY_FOLDERS)
-
-
-def _is_ours(file: str, function: str) -> bool:
-    is_below = _is_below(file, _our_folders()) and not _is_below(file, _STARTERS_FOLDERS)
-    return is_below or function == _ENGINE
-
-
-def _is_below(file: str, folders: tuple[str, ...]) -> bool:
-    installed = "site-packages" if "dist-packages" not in file else "dist-packages"
-    return any(
-        file.startswith(folder + os.sep) and (installed in folder or installed not in file[len(folder) :])
-        for folder in folders
-    )
 
 
 def _whereabouts(stack: Stack) -> CallSite:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from types import FrameType
 
 import torch.distributed as dist
 
-_HIDDEN = ("hetu_fx", "torch", "contextlib", "functools", "threading", "concurrent")
-"""Packages whose frames are none of the user's."""
+from hetu_fx.base.user_frames import user_frame
 
 
 def warn_user(
@@ -29,15 +27,8 @@ def warn_user(
     """
     if same_on_all_ranks and dist.is_initialized() and dist.get_rank() > 0:
         return
-    frame = _user_frame()
+    here = sys._getframe(1)
+    frame = user_frame(here) or here
     space = globals() if at else frame.f_globals
     file, line = at or (frame.f_code.co_filename, frame.f_lineno)
     warnings.warn_explicit(text, category, file, line, registry=space.setdefault("__warningregistry__", {}))
-
-
-def _user_frame() -> FrameType:
-    """Return the innermost frame that is the user's; the outermost one where none is."""
-    frame = sys._getframe(2)
-    while str(frame.f_globals.get("__name__")).partition(".")[0] in _HIDDEN and frame.f_back is not None:
-        frame = frame.f_back
-    return frame

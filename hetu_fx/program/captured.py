@@ -88,7 +88,7 @@ class Match:
         rows: of the batch.
         bindings: what the symbols of the program's sizes stand for.
         signature: equal on ranks whose batches are alike, and whose models consist of the same.
-        plain_facts: the plain values, for messages.
+        given: the batch, if it has plain values; these are told in messages.
         notes: what readers have found out of it that holds for all batches of its form and sizes, by what it is.
     """
 
@@ -97,8 +97,13 @@ class Match:
     rows: int
     bindings: Bindings
     signature: str
-    plain_facts: Mapping[str, str] = field(default_factory=dict)
+    given: GivenBatch | None = None
     notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def plain_facts(self) -> Mapping[str, str]:
+        """Return the plain values of the batch by what they are of; of those that are passed on, their classes."""
+        return {} if self.given is None else self.given.plain_facts(passed_names(self.program.graph.input_tree))
 
 
 Sizes = tuple[int, Bindings]

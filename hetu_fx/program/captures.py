@@ -175,7 +175,7 @@ class Programs:
             known_or_misfit = self._capture(form, given, training, rows, known_or_misfit)
         found, sizes = known_or_misfit
         signature = f"{found.form} state {self.structure.digest}"
-        match = Match(found.program, given.tensors, *sizes, signature, given.plain_facts(found.passed))
+        match = Match(found.program, given.tensors, *sizes, signature, given if given.others else None)
         self._last.pop(training, None)
         if not given.others:
             self._last[training] = likeness, self.structure, replace(match, tensors={})

@@ -40,6 +40,13 @@ def run_checks(file: str, world: int, folder: Path, seconds: float) -> Outcome:
     return {name: [report.get(name, "did not get that far") for report in reports] for name in checks(load(file))}
 
 
+def assert_all_pass(outcome: Outcome, world: int) -> None:
+    """Raise AssertionError where there is no check, or a rank has failed in one: with what each rank says."""
+    assert outcome
+    for name, ranks in outcome.items():
+        assert ranks == [None] * world, (name, ranks)
+
+
 def _report(path: Path) -> dict[str, str | None]:
     return json.loads(path.read_text()) if path.exists() else {}
 

@@ -15,6 +15,7 @@ from hetu_fx.errors import BatchError, StateError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.home.ops import HomeTensor
 from tests.model_zoo import ConvNet, conv_batch, llama
+from tests.ranks.checks import assert_all_pass
 
 WORLD = 2
 
@@ -22,10 +23,7 @@ WORLD = 2
 @pytest.mark.distributed
 @pytest.mark.timeout(200)
 def test_on_two_ranks(gloo_checks: Callable[..., dict[str, list[str | None]]]) -> None:
-    outcome = gloo_checks(__file__, WORLD, 180)
-    assert outcome
-    for name, ranks in outcome.items():
-        assert ranks == [None] * WORLD, (name, ranks)
+    assert_all_pass(gloo_checks(__file__, WORLD, 180), WORLD)
 
 
 def parallel(**options: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:

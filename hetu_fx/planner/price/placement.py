@@ -12,9 +12,10 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TypeVar
 
 from hetu_fx.base.once import once_per_object
 from hetu_fx.planner.values.device_memory import (
@@ -35,6 +36,8 @@ from hetu_fx.plans.parts import DeviceDeal, PartedPipeline
 from hetu_fx.plans.plan import Plan, Schedule, Stage, pipeline_rows
 from hetu_fx.plans.recomputed import RecomputedOps
 from hetu_fx.plans.schedule import Order, Phase, stage_orders
+
+T = TypeVar("T")
 
 HOME_SHARES = 1000
 """Into how many parts homes are shared out by memory, so that plans are exact."""
@@ -171,11 +174,18 @@ def device_bytes(
 
     States are spread by `speeds`. Raises `PlanError` for a plan that does not fit the program.
     """
-    places, known = by_rank(placed_devices(plan, costs, speeds, pipelines)), dict[Hashable, Terms]()
-    for found in places.values():
-        if (key := alike_key(found)) not in known:
-            known[key] = peak_terms(found, plan.schedule)
-    return {rank: known[alike_key(found)] for rank, found in places.items()}
+    places = by_rank(placed_devices(plan, costs, speeds, pipelines))
+    keys = {rank: alike_key(held) for rank, held in places.items()}
+    return _found_once(keys, lambda rank: peak_terms(places[rank], plan.schedule))
+
+
+def _found_once(keys: Mapping[int, Hashable], find: Callable[[int], T]) -> dict[int, T]:
+    """Return what is found of each rank; of those that have equal keys the first one is asked."""
+    known: dict[Hashable, T] = {}
+    for rank, key in keys.items():
+        if key not in known:
+            known[key] = find(rank)
+    return {rank: known[key] for rank, key in keys.items()}
 
 
 def alike_key(places: Sequence[PlacedDevice]) -> Hashable:
@@ -210,17 +220,14 @@ def homes_by_memory(plan: Plan, costs: ProgramCosts, limits: Mapping[int, int]) 
     room the plan is returned as it is. Rows stay as they are.
     """
     equal = dict.fromkeys(plan.devices, 1.0)
-    places, known = by_rank(placed_devices(replace(plan, homes=()), costs, equal)), dict[Hashable, float]()
-    keys = {rank: (alike_key(found), limits[rank]) for rank, found in places.items()}
-    for rank, found in places.items():
-        if keys[rank] not in known:
-            known[keys[rank]] = _room(found, plan.schedule, limits[rank])
-    rooms = {rank: known[key] for rank, key in keys.items()}
+    places = by_rank(placed_devices(replace(plan, homes=()), costs, equal))
+    keys = {rank: (alike_key(held), limits[rank]) for rank, held in places.items()}
+    rooms = _found_once(keys, lambda rank: _room(places[rank], plan.schedule, limits[rank]))
     most = max(rooms.values())
     if not plan.zero or not most or not (min(rooms.values()) or plan.is_data_parallel):  # where others own the rest
         return plan
-    by_number = (rooms.get(rank, 0.0) for rank in range(max(plan.devices) + 1))
-    return replace(plan, homes=tuple(math.ceil(HOME_SHARES * room / most) for room in by_number))
+    found = (rooms.get(rank, 0.0) for rank in range(max(plan.devices) + 1))
+    return replace(plan, homes=tuple(math.ceil(HOME_SHARES * room / most) for room in found))
 
 
 def _room(places: Sequence[PlacedDevice], schedule: Schedule, limit: int) -> float:

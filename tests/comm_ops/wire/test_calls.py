@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from hetu_fx.base import user_frames
 from hetu_fx.comm_ops.wire import calls
 from hetu_fx.comm_ops.wire.calls import LastCall, is_in_collective, note, user_line_of_error, whereabouts
 
@@ -56,7 +57,7 @@ def test_an_errors_place_is_the_users_line_that_it_passed_last() -> None:
 
 
 COLLECTIVES = torch.distributed.distributed_c10d.__file__
-OURS = f"{calls._our_folders()[0]}/step.py"
+OURS = f"{user_frames.our_folders()[0]}/step.py"
 
 
 @pytest.mark.parametrize(
@@ -87,8 +88,8 @@ class ImportsLate(ModuleType):
 def test_packages_that_import_their_parts_late_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "imports_late", ImportsLate("imports_late"))
     before = set(sys.modules)
-    calls._our_folders.cache_clear()  # packages of ours may have been imported since
-    assert calls._our_folders.__wrapped__() == calls._our_folders()
+    user_frames.our_folders.cache_clear()  # packages of ours may have been imported since
+    assert user_frames.our_folders.__wrapped__() == user_frames.our_folders()
     assert set(sys.modules) == before
 
 
